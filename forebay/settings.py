@@ -1,0 +1,215 @@
+"""Every setting of `forebay serve` in one table: name, default, unit, range and why.
+
+Resolved once, from a TOML file, then the environment (``FOREBAY_PAGE_SIZE=32``), then flags; frozen afterwards. `forebay config`
+and the command line's options are generated from this table, so neither can drift from it.
+"""
+
+import difflib
+import os
+import re
+import tomllib
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+
+ENVIRONMENT_PREFIX = "FOREBAY_"
+_UNITS = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
+
+
+class SettingsError(ValueError):
+    """One line: what was given, what is allowed, what to do."""
+
+
+class DType(StrEnum):
+    AUTO = "auto"
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+
+
+class Device(StrEnum):
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
+class Schedule(StrEnum):
+    FCFS = "fcfs"
+    PREFIX = "prefix"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a reader of `forebay config` wants to know of one setting. ``low`` and ``high`` are inclusive."""
+
+    why: str
+    unit: str = ""
+    low: int | None = None
+    high: int | None = None
+    aliases: tuple[str, ...] = ()
+    short_range: str = ""
+
+    @property
+    def range(self) -> str:
+        if self.short_range or (self.low is None and self.high is None):
+            return self.short_range
+        return f"{'' if self.low is None else self.low} to {'any' if self.high is None else self.high}"
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings of one server. `None` means derived at start; the derived value is printed."""
+
+    host: Annotated[str, Setting("address that the HTTP server listens on")] = "127.0.0.1"
+    port: Annotated[int, Setting("port of the HTTP server; 0 takes a free one", low=0, high=65535)] = 8000
+    api_key: Annotated[str | None, Setting("bearer token that every request must carry; none = open")] = None
+    served_model_name: Annotated[str | None, Setting("the name in the API; the model's own if not given")] = None
+    pp: Annotated[
+        int,
+        Setting(
+            "pipeline stages: processes that own a contiguous range of layers each",
+            "stages",
+            1,
+            1024,
+            ("--pipeline-parallel-size",),
+        ),
+    ] = 1
+    tp: Annotated[int, Setting("ranks that share each layer by heads", "ranks", 1, 1024, ("--tensor-parallel-size",))] = 1
+    dtype: Annotated[DType, Setting("weights and activations; auto = the model's own")] = DType.AUTO
+    device: Annotated[Device, Setting("where stages compute")] = Device.CPU
+    threads_per_rank: Annotated[
+        int | None, Setting("compute threads of one rank; cores / ranks on this machine if not given", "threads", 1, 1024)
+    ] = None
+    page_size: Annotated[int, Setting("tokens of a page: the one unit of caching, copying and evicting", "tokens", 1, 4096)] = 64
+    device_memory: Annotated[
+        int | None,
+        Setting(
+            "KV pages of one rank (L1); a share of the free memory if not given", "bytes", 1, short_range="a size such as 512MiB"
+        ),
+    ] = None
+    chunk_size: Annotated[
+        int,
+        Setting(
+            "prefill tokens that one plan may run; smaller = steadier decodes", "tokens", 1, 1 << 20, ("--chunked-prefill-size",)
+        ),
+    ] = 512
+    max_running: Annotated[
+        int, Setting("requests that may hold device pages at once", "requests", 1, 65536, ("--max-num-seqs",))
+    ] = 64
+    max_context: Annotated[
+        int | None, Setting("longest prompt + output; the model's own if not given", "tokens", 1, 1 << 30, ("--max-model-len",))
+    ] = None
+    max_waiting: Annotated[int, Setting("requests that may queue; more are refused with 429", "requests", 0, 1_000_000)] = 1000
+    schedule: Annotated[Schedule, Setting("order of admission: arrival, or longest cached prefix first")] = Schedule.FCFS
+    seed: Annotated[int, Setting("seeds requests that bring none", low=0, high=2**63 - 1)] = 0
+    timeline: Annotated[Path | None, Setting("directory that receives every process's span ring when the server ends")] = None
+
+
+@dataclass(frozen=True)
+class Field:
+    """One setting with all that was said about it."""
+
+    name: str
+    type: Any
+    default: Any
+    setting: Setting
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def is_size(self) -> bool:
+        return self.setting.unit == "bytes"
+
+
+def fields() -> list[Field]:
+    """All settings in the table's order."""
+    hints = typing.get_type_hints(Settings, include_extras=True)
+    found = []
+    for info in msgspec.structs.fields(Settings):
+        base, setting = typing.get_args(hints[info.name])
+        found.append(Field(info.name, base, info.default, setting))
+    return found
+
+
+def resolve(flags: Mapping[str, Any], file: Path | None = None, environment: Mapping[str, str] | None = None) -> Settings:
+    """Settings out of a TOML file, then the environment, then flags (``None`` = not given).
+
+    Raises ``SettingsError`` for an unknown key, a wrong type or a value out of range.
+    """
+    known = {field.name: field for field in fields()}
+    given: dict[str, Any] = {}
+    if file is not None:
+        given |= {_known(key, known, str(file)): value for key, value in _read_toml(file).items()}
+    for key, value in (os.environ if environment is None else environment).items():
+        name = key.removeprefix(ENVIRONMENT_PREFIX).lower()
+        if key.startswith(ENVIRONMENT_PREFIX) and name in known:
+            given[name] = value
+    given |= {_known(key, known, "the command line"): value for key, value in flags.items() if value is not None}
+    return Settings(**{name: _convert(known[name], value) for name, value in given.items()})
+
+
+def parse_size(text: str | int) -> int:
+    """Bytes of ``512MiB``, ``2GiB``, ``4096``. Raises ``SettingsError`` for anything else, and for 0."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", str(text), re.IGNORECASE)
+    if not match or match[2].lower() not in _UNITS:
+        raise SettingsError(f"{text!r} is not a size; write it as 512MiB, 2GiB or a number of bytes")
+    size = int(float(match[1]) * _UNITS[match[2].lower()])
+    if size < 1:
+        raise SettingsError(f"the size {text!r} is not allowed; it must be at least 1 byte")
+    return size
+
+
+def format_size(size: int) -> str:
+    """The size in the largest unit that leaves a number of at least 1: ``1.50GiB``."""
+    for unit in ("TiB", "GiB", "MiB", "KiB"):
+        if size >= _UNITS[unit.lower()]:
+            return f"{size / _UNITS[unit.lower()]:.2f}{unit}"
+    return f"{size}B"
+
+
+def _read_toml(file: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(file.read_text())
+    except OSError as error:
+        raise SettingsError(f"settings file {file}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise SettingsError(f"settings file {file} is not TOML: {error}") from error
+
+
+def _known(key: str, known: Mapping[str, Field], where: str) -> str:
+    name = key.replace("-", "_")
+    if name not in known:
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else "; `forebay config` lists all"
+        raise SettingsError(f"{where} sets {key!r}, which is no setting{hint}")
+    return name
+
+
+def _convert(field: Field, value: Any) -> Any:
+    kinds = [kind for kind in typing.get_args(field.type) if kind is not type(None)]
+    kind = kinds[0] if isinstance(field.type, types.UnionType) else field.type
+    if field.is_size:
+        return parse_size(value)
+    try:
+        converted = kind(value) if not (kind is int and isinstance(value, bool | float)) else _refuse()
+    except ValueError:
+        allowed = ", ".join(member.value for member in kind) if issubclass(kind, StrEnum) else _article(kind)
+        raise SettingsError(f"{field.flag} is {value!r}; allowed: {allowed}") from None
+    if isinstance(converted, int):
+        low, high = field.setting.low, field.setting.high
+        if (low is not None and converted < low) or (high is not None and converted > high):
+            raise SettingsError(f"{field.flag} is {converted}; allowed: {field.setting.range} {field.setting.unit}".rstrip())
+    return converted
+
+
+def _refuse() -> int:
+    raise ValueError("not a whole number")
+
+
+def _article(kind: type) -> str:
+    return {int: "a whole number", str: "text", Path: "a path"}[kind]
