@@ -250,12 +250,11 @@ class Stop(_Message, frozen=True):
 
 
 class Hello(_Message, frozen=True):
-    """First word of a rank. ``secret`` proves that the planner started it; anything before a right Hello is dropped."""
+    """First word of a rank: its process runs and has the channel."""
 
     epoch: int
     rank: int
     pid: int
-    secret: bytes
 
 
 class Loaded(_Message, frozen=True):

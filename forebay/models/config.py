@@ -1,0 +1,289 @@
+"""What a checkpoint is: its shapes and options, read once from a Hugging Face directory.
+
+Nothing is guessed. A structural key that is absent, an option that would change the arithmetic and is not implemented,
+or an architecture outside `ARCHITECTURES` is a `ModelError`. Defaults are used only where the Hugging Face
+configuration class of that architecture documents one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from forebay.models.errors import ModelError
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """How one Hugging Face architecture differs from Llama.
+
+    `None` for a bias means that the configuration's key decides.
+    """
+
+    qkv_bias: bool | None = None
+    o_bias: bool | None = None
+    mlp_bias: bool | None = None
+    qk_norm: bool = False
+    head_dim: int | None = None
+    kv_heads: int | None = None
+    max_context: int = 2048
+    needs_sliding_window_key: bool = False
+
+
+ARCHITECTURES: Mapping[str, Architecture] = {
+    "LlamaForCausalLM": Architecture(),
+    "MistralForCausalLM": Architecture(
+        qkv_bias=False, o_bias=False, mlp_bias=False, kv_heads=8, max_context=131072, needs_sliding_window_key=True
+    ),
+    "Qwen2ForCausalLM": Architecture(qkv_bias=True, o_bias=False, mlp_bias=False, kv_heads=32, max_context=32768),
+    "Qwen3ForCausalLM": Architecture(mlp_bias=False, qk_norm=True, head_dim=128, kv_heads=32, max_context=32768),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class RopeScaling:
+    """Change to the rotary frequencies: `kind` is linear, llama3 or yarn; unused fields keep their defaults."""
+
+    kind: str
+    factor: float
+    original_max_context: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    attention_factor: float | None = None
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float = 0.0
+    mscale_all_dim: float = 0.0
+    truncate: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """Shapes and options of one model. Sizes count elements; `max_context` counts tokens."""
+
+    architecture: str
+    layers: int
+    hidden_size: int
+    intermediate_size: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_context: int
+    norm_eps: float
+    rope_theta: float
+    rope_scaling: RopeScaling | None
+    tied_embeddings: bool
+    qkv_bias: bool
+    o_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    dtype: str
+    eos_ids: tuple[int, ...]
+    bos_id: int | None
+
+    def canonical(self) -> bytes:
+        """The same bytes for the same model, whatever the order and spelling of the file."""
+        return json.dumps(dataclasses.asdict(self), sort_keys=True).encode()
+
+
+def load_config(path: Path) -> ModelConfig:
+    """Read `config.json` (and `generation_config.json` for end tokens) of the directory `path`.
+
+    Raises ModelError when the directory is no model, or is one that cannot be served.
+    """
+    path = Path(path)
+    raw = _read_json(path / "config.json")
+    generation_path = path / "generation_config.json"
+    generation = _read_json(generation_path) if generation_path.exists() else {}
+    return parse_config(raw, generation, where=str(path / "config.json"))
+
+
+def parse_config(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
+    """Turn a parsed config.json into a ModelConfig; `where` names its source in errors."""
+    names = raw.get("architectures") or []
+    name = names[0] if isinstance(names, list) and names else None
+    architecture = ARCHITECTURES.get(name) if isinstance(name, str) else None
+    if architecture is None:
+        raise ModelError(
+            f"{where}: architecture {name!r} is not supported; allowed: {', '.join(sorted(ARCHITECTURES))}; "
+            "use a model of one of these"
+        )
+    assert isinstance(name, str)
+    read = _Reader(raw, where)
+    heads = read.size("num_attention_heads")
+    hidden_size = read.size("hidden_size")
+    max_context = read.size("max_position_embeddings", architecture.max_context)
+    head_dim = read.size("head_dim", architecture.head_dim or hidden_size // heads)
+    _refuse_unsupported(raw, architecture, max_context, where)
+    if head_dim % 2:
+        raise ModelError(f"{where}: head_dim {head_dim} is odd; rotary embeddings need an even one; check the file")
+    kv_heads = read.size("num_key_value_heads", architecture.kv_heads or heads)
+    if heads % kv_heads:
+        raise ModelError(f"{where}: {heads} heads cannot share {kv_heads} key/value heads; check the file")
+    attention_bias = read.flag("attention_bias", False)
+    rope_theta, rope_scaling = _rope(raw, max_context, where)
+    return ModelConfig(
+        architecture=name,
+        layers=read.size("num_hidden_layers"),
+        hidden_size=hidden_size,
+        intermediate_size=read.size("intermediate_size"),
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        vocab_size=read.size("vocab_size"),
+        max_context=max_context,
+        norm_eps=read.number("rms_norm_eps", 1e-6),
+        rope_theta=rope_theta,
+        rope_scaling=rope_scaling,
+        tied_embeddings=read.flag("tie_word_embeddings", False),
+        qkv_bias=attention_bias if architecture.qkv_bias is None else architecture.qkv_bias,
+        o_bias=attention_bias if architecture.o_bias is None else architecture.o_bias,
+        mlp_bias=read.flag("mlp_bias", False) if architecture.mlp_bias is None else architecture.mlp_bias,
+        qk_norm=architecture.qk_norm,
+        dtype=_dtype(raw, where),
+        eos_ids=_token_ids("eos_token_id", generation, raw, where),
+        bos_id=next(iter(_token_ids("bos_token_id", generation, raw, where)), None),
+    )
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ModelError(f"{path}: no such file; a model directory needs it; check the path") from None
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ModelError(f"{path}: cannot be read as JSON ({error}); fetch the model again") from None
+    if not isinstance(value, dict):
+        raise ModelError(f"{path}: holds {type(value).__name__}, expected a JSON object; fetch the model again")
+    return value
+
+
+@dataclass(frozen=True, slots=True)
+class _Reader:
+    """Typed access to the keys of one config.json. An explicit null counts as absent, as in Hugging Face configs."""
+
+    raw: Mapping[str, Any]
+    where: str
+
+    def size(self, key: str, default: int | None = None) -> int:
+        value = self.raw.get(key)
+        value = default if value is None else value
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ModelError(f"{self.where}: {key} is {value!r}; it must be a whole number above 0; check the file")
+        return value
+
+    def number(self, key: str, default: float) -> float:
+        value = self.raw.get(key)
+        value = default if value is None else value
+        if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
+            raise ModelError(f"{self.where}: {key} is {value!r}; it must be a number above 0; check the file")
+        return float(value)
+
+    def flag(self, key: str, default: bool) -> bool:
+        value = self.raw.get(key)
+        value = default if value is None else value
+        if not isinstance(value, bool):
+            raise ModelError(f"{self.where}: {key} is {value!r}; it must be true or false; check the file")
+        return value
+
+
+def _refuse_unsupported(raw: Mapping[str, Any], architecture: Architecture, max_context: int, where: str) -> None:
+    if raw.get("quantization_config"):
+        method = raw["quantization_config"].get("quant_method", "unknown")
+        raise ModelError(
+            f"{where}: quantised weights ({method}) are not supported; "
+            "allowed: float32, bfloat16 and float16 safetensors, or a .gguf file; use one of these"
+        )
+    activation = raw.get("hidden_act", "silu")
+    if activation not in ("silu", "swish"):
+        raise ModelError(f"{where}: hidden_act {activation!r} is not supported; allowed: silu; use another model")
+    if raw.get("partial_rotary_factor", 1.0) != 1.0:
+        raise ModelError(f"{where}: partial_rotary_factor other than 1.0 is not supported; use another model")
+    window = _sliding_window(raw, architecture, where)
+    if window is not None and window < max_context:
+        raise ModelError(
+            f"{where}: a sliding window of {window} tokens is in use; only full attention is supported; use a model without one"
+        )
+
+
+def _sliding_window(raw: Mapping[str, Any], architecture: Architecture, where: str) -> int | None:
+    """Tokens of the attention window that some layer uses, None for full attention everywhere."""
+    layer_types = raw.get("layer_types")
+    if layer_types and any(kind != "full_attention" for kind in layer_types):
+        return int(raw.get("sliding_window") or 0)
+    if architecture.needs_sliding_window_key and "sliding_window" not in raw:
+        raise ModelError(f"{where}: sliding_window is absent, which means 4096; only null is supported")
+    switched_off = not raw.get("use_sliding_window", architecture.needs_sliding_window_key)
+    window = raw.get("sliding_window")
+    return None if switched_off or window is None else int(window)
+
+
+def _dtype(raw: Mapping[str, Any], where: str) -> str:
+    """The dtype the model was published in; float32, which loses nothing, where the file does not say."""
+    value = raw.get("dtype", raw.get("torch_dtype")) or "float32"
+    if value not in DTYPES:
+        raise ModelError(f"{where}: dtype {value!r} is not supported; allowed: {', '.join(DTYPES)}; use another model")
+    return str(value)
+
+
+def _token_ids(key: str, generation: Mapping[str, Any], raw: Mapping[str, Any], where: str) -> tuple[int, ...]:
+    """Ids as an int, a list or absent; the generation config's word counts before the model's."""
+    value = generation.get(key)
+    value = raw.get(key) if value is None else value
+    if value is None:
+        return ()
+    ids = value if isinstance(value, list) else [value]
+    if not all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
+        raise ModelError(f"{where}: {key} is {value!r}; it must be a token id or a list of them; check the file")
+    return tuple(ids)
+
+
+def _rope(raw: Mapping[str, Any], max_context: int, where: str) -> tuple[float, RopeScaling | None]:
+    """Rotary base and scaling; newer files keep both under `rope_parameters`, older ones apart."""
+    parameters = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    theta = raw.get("rope_theta", parameters.get("rope_theta", 10000.0))
+    if raw.get("rope_parameters"):
+        theta = parameters.get("rope_theta", theta)
+    if not isinstance(theta, int | float) or theta <= 0:
+        raise ModelError(f"{where}: rope_theta is {theta!r}; it must be a number above 0; check the file")
+    if parameters.get("partial_rotary_factor", 1.0) != 1.0:
+        raise ModelError(f"{where}: partial_rotary_factor other than 1.0 is not supported; use another model")
+    kind = parameters.get("rope_type", parameters.get("type", "default"))
+    if kind == "default":
+        return float(theta), None
+    if kind not in ("linear", "llama3", "yarn"):
+        raise ModelError(
+            f"{where}: rope scaling {kind!r} is not supported; allowed: default, linear, llama3, yarn; use another model"
+        )
+    return float(theta), _scaling(kind, parameters, max_context, raw, where)
+
+
+def _scaling(kind: str, parameters: Mapping[str, Any], max_context: int, raw: Mapping[str, Any], where: str) -> RopeScaling:
+    read = _Reader(parameters, f"{where} (rope scaling)")
+    original = parameters.get("original_max_position_embeddings") or raw.get("original_max_position_embeddings")
+    if kind != "linear" and original is None:
+        raise ModelError(f"{where}: rope scaling {kind} needs original_max_position_embeddings; check the file")
+    for key in ("factor",) if kind != "llama3" else ("factor", "low_freq_factor", "high_freq_factor"):
+        if parameters.get(key) is None:
+            raise ModelError(f"{where}: rope scaling {kind} needs {key}; check the file")
+    attention_factor = parameters.get("attention_factor")
+    return RopeScaling(
+        kind=kind,
+        factor=read.number("factor", 1.0),
+        original_max_context=int(original or max_context),
+        low_freq_factor=read.number("low_freq_factor", 1.0),
+        high_freq_factor=read.number("high_freq_factor", 4.0),
+        attention_factor=None if attention_factor is None else float(attention_factor),
+        beta_fast=read.number("beta_fast", 32.0),
+        beta_slow=read.number("beta_slow", 1.0),
+        mscale=float(parameters.get("mscale") or 0.0),
+        mscale_all_dim=float(parameters.get("mscale_all_dim") or 0.0),
+        truncate=read.flag("truncate", True),
+    )
