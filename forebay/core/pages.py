@@ -1,0 +1,70 @@
+"""The device pool's pages: who owns each (rule R4), and which are free.
+
+                allocate                    to_node
+        FREE ------------> REQUEST ------------------------> NODE
+          ^                 |    \\                            |
+          |                 |     `--fence--> FENCED           |
+          '----release------'----release---------'---release---'
+
+A page has one owner. A page that a plan in flight may still touch is not freed but FENCED until that plan has retired (rule R5).
+Pins on NODE pages are kept by the tree: a node's page is released only when nothing pins the node.
+"""
+
+from enum import IntEnum
+
+
+class Owner(IntEnum):
+    FREE = 0
+    REQUEST = 1
+    NODE = 2
+    FENCED = 3
+
+
+class PagePool:
+    """``capacity`` page ids, valid on every rank. All moves assert the owner that they take the page from."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self._free = list(range(capacity - 1, -1, -1))
+        self._owner = bytearray(capacity)
+        self._counts = [capacity, 0, 0, 0]
+
+    @property
+    def free(self) -> int:
+        return self._counts[Owner.FREE]
+
+    def count(self, owner: Owner) -> int:
+        return self._counts[owner]
+
+    def owner(self, page: int) -> Owner:
+        return Owner(self._owner[page])
+
+    def allocate(self, count: int) -> list[int]:
+        """``count`` free pages, now a request's. The caller has made sure that there are as many."""
+        assert count <= len(self._free), f"{count} pages asked for, {len(self._free)} are free"
+        if not count:
+            return []
+        pages = self._free[-count:]
+        del self._free[-count:]
+        pages.reverse()
+        for page in pages:
+            self._move(page, Owner.FREE, Owner.REQUEST)
+        return pages
+
+    def to_node(self, page: int) -> None:
+        self._move(page, Owner.REQUEST, Owner.NODE)
+
+    def fence(self, page: int) -> None:
+        self._move(page, Owner.REQUEST, Owner.FENCED)
+
+    def release(self, page: int, owner: Owner) -> None:
+        """Back to the free list from ``owner``, which must be the page's owner now: a page is freed exactly once."""
+        assert owner is not Owner.FREE
+        self._move(page, owner, Owner.FREE)
+        self._free.append(page)
+
+    def _move(self, page: int, source: Owner, target: Owner) -> None:
+        assert self._owner[page] == source, f"page {page} belongs to {Owner(self._owner[page]).name}, not {source.name}"
+        self._owner[page] = target
+        self._counts[source] -= 1
+        self._counts[target] += 1
