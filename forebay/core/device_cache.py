@@ -1,8 +1,8 @@
 """Device pages (L1) of one grid: pool, prefix tree and the fence, with the moves between them that keep bytes right.
 
-A request's page table is a *path* of pinned nodes followed by pages of its own. What a request gives up while plans that name it
-are in flight waits behind the fence of the last of them (rule R5): plans retire in order, so one number is enough and no plan has to
-list the pages it reads.
+A request's page table is a *path* of pinned nodes followed by pages of its own. What a request gives up while plans that
+name it are in flight waits behind the fence of the last of them (rule R5): plans retire in order, so one number is enough and
+no plan has to list the pages it reads.
 """
 
 from collections.abc import Sequence
@@ -29,6 +29,11 @@ class DeviceCache:
     def fenced(self) -> list[tuple[Sequence[Node], Sequence[int]]]:
         """What waits for plans to retire: pins and pages, for the invariants."""
         return [entry for entries in self._fences.values() for entry in entries]
+
+    @property
+    def fence_numbers(self) -> list[int]:
+        """Plans that something waits for."""
+        return list(self._fences)
 
     def pin(self, path: Sequence[Node]) -> None:
         for node in path:

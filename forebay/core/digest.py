@@ -1,6 +1,6 @@
 """The plan digest (rule R2): a hash chain over what each plan did to the workers' mirrors.
 
-    d[n] = BLAKE2b-64(d[n-1] || n || remaps || for each piece: pages appended, slot, start, table length, write_from, sample, tokens)
+    d[n] = BLAKE2b-64(d[n-1] || n || remaps || for each piece: slot, start, table length, write_from, sample, new pages, tokens)
 
 The planner computes it from its own page tables when it builds a plan. Each worker computes it again *from its mirror after
 applying* the plan, so a missed, doubled or misapplied page shows at that plan and not as silent corruption later. The cost is

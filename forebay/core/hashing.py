@@ -21,7 +21,7 @@ def root_hash(fingerprint: bytes, kv_dtype: str, page_size: int, adapter: str = 
     return hashlib.sha256(b"forebay/1" + framed).digest()
 
 
-def page_hash(parent: bytes, tokens: bytes) -> bytes:
+def page_hash(parent: bytes, tokens: bytes | bytearray) -> bytes:
     """The hash of one full page after ``parent``; ``tokens`` packed as uint32-LE."""
     return hashlib.sha256(parent + tokens).digest()
 

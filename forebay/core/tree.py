@@ -35,7 +35,7 @@ class PrefixTree:
         self._nodes: dict[bytes, Node] = {}
         self._tick = 0
         self._unpinned = 0
-        # Candidates (tick, serial, node) with lazy deletion: an entry counts only if its node is still an unpinned leaf of that tick.
+        # Candidates (tick, serial, node), lazily deleted: one counts only if its node is still an unpinned leaf of that tick.
         self._leaves: list[tuple[int, int, Node]] = []
         self._serial = 0
 

@@ -1,0 +1,188 @@
+"""What runs next: one plan out of the running requests.
+
+    decodes   requests whose last token is known, longest waiting first; at most a pp-th of them in one plan, so that all
+              stages have some at the same time
+    hits      prefills with at most a page left: scheduled like decodes, outside the chunk budget
+    chunks    the other prefills in order of admission, in whole pages, within one chunk budget
+
+A chunk may be built while the same prompt's previous chunk is still in flight, since every rank applies plans in order.
+"""
+
+from dataclasses import dataclass, field
+
+from forebay.core.digest import PlanDigest
+from forebay.core.messages import Opening, Piece, Plan, Remap
+from forebay.core.pace import work_of
+from forebay.core.replica import InFlight, Replica
+from forebay.core.request import Request, RequestState, Twin
+
+
+@dataclass(slots=True)
+class _Draft:
+    """The plan under construction."""
+
+    number: int
+    openings: list[Opening] = field(default_factory=list)
+    remaps: list[Remap] = field(default_factory=list)
+    pieces: list[Piece] = field(default_factory=list)
+    sampling: list[tuple[int, Request]] = field(default_factory=list)
+    work: float = 0.0
+
+
+def build_plan(replica: Replica, epoch: int, now: float) -> Plan | None:
+    """The next plan, or None if the pipeline is full or nothing can run."""
+    if len(replica.in_flight) >= replica.config.pp:
+        return None
+    draft = _Draft(replica.built + 1)
+    _add_decodes(replica, draft)
+    _add_prefills(replica, draft)
+    if not draft.pieces:
+        return None
+    plan = Plan(
+        epoch=epoch,
+        number=draft.number,
+        openings=tuple(draft.openings),
+        remaps=tuple(draft.remaps),
+        pieces=tuple(draft.pieces),
+        digest=_digest(replica, draft),
+    )
+    replica.built = plan.number
+    replica.digest = plan.digest
+    replica.in_flight.append(InFlight(plan.number, now, draft.work, set(range(replica.config.ranks)), draft.sampling))
+    return plan
+
+
+def _add_decodes(replica: Replica, draft: _Draft) -> None:
+    decoding = sum(not request.prefilling for request in replica.running)
+    quota = -(-decoding // replica.config.pp)
+    while quota and replica.decodes:
+        request = replica.decodes[0]
+        if not _ensure_page(replica, request):
+            if request.state is RequestState.RUNNING:
+                return  # there is no page to be had before a plan retires
+            continue  # it was the youngest, and was retracted itself
+        replica.decodes.popleft()
+        _add_piece(replica, draft, request, 1)
+        quota -= 1
+
+
+def _add_prefills(replica: Replica, draft: _Draft) -> None:
+    """Prefills have had their pages since admission."""
+    page_size = replica.config.page_size
+    prefills = [request for request in replica.running if request.prefilling]
+    for request in prefills:
+        if request.remaining <= page_size:
+            _add_piece(replica, draft, request, request.remaining)
+    budget = replica.config.chunk_tokens
+    for request in prefills:
+        count = min(request.remaining, budget)
+        if count < request.remaining:
+            count -= count % page_size  # it starts on a page border and so ends on one
+        if count:
+            _add_piece(replica, draft, request, count)
+            budget -= count
+
+
+def _ensure_page(replica: Replica, request: Request) -> bool:
+    """A page for the request's next position, retracting younger requests if need be (rule R12)."""
+    cache = replica.cache
+    assert cache is not None
+    _settle_twins(replica, request)
+    if request.computed < len(request.table) * replica.config.page_size:
+        return True
+    while (pages := cache.allocate(1)) is None:
+        idle = [other for other in replica.running if other.last_plan <= cache.retired]
+        if not idle:
+            return False
+        victim = max(idle, key=lambda other: other.order)
+        replica.retract(victim)
+        if victim is request:
+            return False
+    request.table += pages
+    return True
+
+
+def _settle_twins(replica: Replica, request: Request) -> None:
+    """Switch twins whose plan has retired to their node's page; the duplicate is free once plans built so far have retired.
+
+    The workers learn of it with the request's next piece, before anything of that slot runs (rule R8).
+    """
+    cache = replica.cache
+    assert cache is not None
+    ripe = [twin for twin in request.twins if twin.plan <= cache.retired]
+    for twin in ripe:
+        duplicate, page = request.table[twin.index], request.nodes[twin.index].page
+        request.table[twin.index] = page
+        request.remaps.append((twin.index, page))
+        cache.release((), (duplicate,), replica.built)
+    if ripe:
+        request.twins = [twin for twin in request.twins if twin.plan > cache.retired]
+
+
+def _add_piece(replica: Replica, draft: _Draft, request: Request, count: int) -> None:
+    page_size = replica.config.page_size
+    start, stop = request.computed, request.computed + count
+    if not request.sent:
+        draft.openings.append(_opening(request, start))
+    draft.remaps += [Remap(request.slot, index, page) for index, page in request.remaps]
+    covered = replica.pages_for(stop)
+    draft.pieces.append(
+        Piece(
+            slot=request.slot,
+            start=start,
+            tokens=request.tokens(start, stop),
+            pages=tuple(request.table[request.sent : covered]),
+            write_from=max(start, len(request.nodes) * page_size),
+            sample=stop == request.length,
+        )
+    )
+    draft.work += work_of(count, start)
+    request.remaps.clear()
+    request.sent = covered
+    request.computed = stop
+    request.last_plan = draft.number
+    if stop == request.length:
+        request.prefilling = False
+        request.awaits_token = True
+        draft.sampling.append((request.slot, request))
+    _insert_nodes(replica, request, draft.number)
+
+
+def _opening(request: Request, start: int) -> Opening:
+    return Opening(
+        slot=request.slot,
+        request_id=request.request_id,
+        params=request.params,
+        eos=request.eos,
+        prompt_tokens=request.prompt_tokens,
+        outputs=request.emitted,
+        history=request.tokens(0, start) if request.params.has_penalties else b"",
+    )
+
+
+def _insert_nodes(replica: Replica, request: Request, number: int) -> None:
+    """Pages that plan ``number`` fills become nodes, for later plans to match (rule R6)."""
+    cache = replica.cache
+    assert cache is not None
+    for index in range(len(request.nodes), request.computed // replica.config.page_size):
+        hash = request.extend_hashes()[index]
+        node = cache.tree.get(hash)
+        if node is None:
+            parent = request.nodes[-1] if request.nodes else None
+            node = cache.adopt(hash, parent, request.table[index])
+        else:
+            cache.pin((node,))
+            request.twins.append(Twin(index, number))
+        request.nodes.append(node)
+        if replica.computing.get(hash) is request:
+            del replica.computing[hash]
+
+
+def _digest(replica: Replica, draft: _Draft) -> bytes:
+    digest = PlanDigest(replica.digest, draft.number)
+    for remap in draft.remaps:
+        digest.remap(remap.slot, remap.index, remap.page)
+    lengths = {request.slot: request.sent for request in replica.running}
+    for piece in draft.pieces:
+        digest.piece(piece.slot, piece.start, piece.tokens, piece.pages, lengths[piece.slot], piece.write_from, piece.sample)
+    return digest.value

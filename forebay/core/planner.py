@@ -1,0 +1,373 @@
+"""The planner: the one place that decides, for one replica. ``effects = planner.step(now, events)``.
+
+No clock, random, thread, file or socket: the same code runs under the real event loop and under the simulator.
+
+One step:   take events -> retire plans -> watch the grid -> flush -> admit -> build at most one plan -> effects
+
+    STARTING --GridReady--> READY --lost rank, silence, late plan--> RESTARTING --GridReady--> READY
+        |                                                                 |
+        '--GridFailed--> FAILED <--------- restarts without progress -----'
+
+A step that built a plan may be able to build another; call again until ``effects.plan`` is None.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from forebay.core import building
+from forebay.core.admission import admit
+from forebay.core.hashing import root_hash
+from forebay.core.messages import (
+    MAX_REQUEST_ID_CHARS,
+    Abort,
+    FinishReason,
+    Flush,
+    FlushDone,
+    GridState,
+    Heartbeat,
+    Output,
+    Plan,
+    PlanDone,
+    Snapshot,
+    Submit,
+)
+from forebay.core.replica import InFlight, PlannerConfig, Replica
+from forebay.core.request import Request, RequestState
+from forebay.core.statistics import Counters, tier_use
+
+
+@dataclass(frozen=True, slots=True)
+class GridReady:
+    """All ranks of ``epoch`` stand, with ``device_pages`` pages each; ``s_per_token``: a prefill token's time, all stages."""
+
+    epoch: int
+    device_pages: int
+    s_per_token: float
+
+
+@dataclass(frozen=True, slots=True)
+class GridLost:
+    """A rank of ``epoch`` died, said that it cannot go on, or broke the protocol."""
+
+    epoch: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class GridFailed:
+    """The grid cannot be started, and trying again would not help."""
+
+    reason: str
+
+
+Event = Submit | Abort | Flush | PlanDone | Heartbeat | GridReady | GridLost | GridFailed
+
+
+@dataclass(slots=True)
+class Effects:
+    """What the caller must do, in this order: restart the grid if asked, send the plan to every rank, then tell the frontend.
+
+    ``restart``: end all ranks, start them as epoch ``planner.epoch``, and report `GridReady`, `GridLost` or `GridFailed`.
+    """
+
+    restart: str | None = None
+    plan: Plan | None = None
+    outputs: list[Output] = field(default_factory=list)
+    flushed: list[FlushDone] = field(default_factory=list)
+    state_changed: bool = False
+
+
+@dataclass(slots=True)
+class PendingFlush:
+    flush: Flush
+    deadline: float
+    freed: int = 0
+
+
+class Planner:
+    """One replica's decisions. Not thread-safe."""
+
+    def __init__(self, config: PlannerConfig) -> None:
+        self.config = config
+        self.replica = Replica(config)
+        self.state = GridState.STARTING
+        self.detail = ""
+        self.epoch = 1
+        self.counters = Counters()
+        self._flushes: deque[PendingFlush] = deque()
+        self._restarts_without_progress = 0
+        self._heard: list[float] = []
+        self._effects = Effects()
+
+    # ------------------------------------------------------------------------------------------ the step
+
+    def step(self, now: float, events: Sequence[Event] = ()) -> Effects:
+        """Take ``events`` in order and decide. ``now``: monotonic seconds. Events of other epochs are dropped (rule R1)."""
+        effects = self._effects = Effects()
+        for event in events:
+            self._take(now, event)
+        if self.state is GridState.READY:
+            self._watch(now)
+        self._flush(now)
+        if self.state is GridState.READY:
+            if not self._flushes:
+                admit(self.replica, now)
+            effects.plan = building.build_plan(self.replica, self.epoch, now)
+        return effects
+
+    def next_deadline(self) -> float | None:
+        """When a step is due even if no event comes."""
+        return min((pending.deadline for pending in self._flushes), default=None)
+
+    def _take(self, now: float, event: Event) -> None:
+        match event:
+            case Submit():
+                self._submit(now, event)
+            case Abort():
+                request = self.replica.requests.get(event.request_id)
+                if request is not None:
+                    self._finish(request, FinishReason.ABORT)
+            case PlanDone():
+                if event.epoch == self.epoch and self.state is GridState.READY:
+                    self._heard[event.rank] = now
+                    self._plan_done(now, event)
+            case Heartbeat():
+                if event.epoch == self.epoch and self.state is GridState.READY:
+                    self._heard[event.rank] = now
+            case Flush():
+                self._flushes.append(PendingFlush(event, now + event.timeout_s))
+            case GridReady():
+                if event.epoch == self.epoch and self.state in (GridState.STARTING, GridState.RESTARTING):
+                    self._grid_ready(now, event)
+            case GridLost():
+                if event.epoch == self.epoch and self.state is not GridState.FAILED:
+                    self._lose_grid(event.reason)
+            case GridFailed():
+                self._fail(event.reason)
+
+    # ------------------------------------------------------------------------------------------ requests
+
+    def _submit(self, now: float, submit: Submit) -> None:
+        replica, config = self.replica, self.config
+        problem = _malformed(submit, replica)
+        if problem:
+            self._reject(submit, FinishReason.ERROR, problem)
+            return
+        request = Request(submit, self._root(submit.salt), config.page_size, replica.next_arrival(), now)
+        too_long = self._too_long(request)
+        if self.state is GridState.FAILED:
+            self._reject(submit, FinishReason.ERROR, f"the grid has failed: {self.detail}")
+        elif too_long:
+            self._reject(submit, FinishReason.REJECTED_TOO_LONG, too_long)
+        elif len(replica.requests) >= config.max_running + config.max_waiting:
+            self._reject(submit, FinishReason.REJECTED_FULL, f"{len(replica.requests)} requests are running or waiting already")
+        else:
+            replica.requests[request.request_id] = request
+            replica.waiting.add(request)
+            self.counters.prompt_tokens += request.prompt_tokens
+
+    def _root(self, salt: bytes) -> bytes:
+        config = self.config
+        return root_hash(config.fingerprint, config.kv_dtype, config.page_size, salt=salt)
+
+    def _too_long(self, request: Request) -> str:
+        assert request.params.max_tokens is not None
+        total = request.prompt_tokens + request.params.max_tokens
+        if total > self.config.max_context:
+            return f"prompt and max_tokens are {total} tokens together; the context is {self.config.max_context}"
+        cache = self.replica.cache
+        if cache is not None and (pages := self.replica.pages_at_most(request)) > cache.pool.capacity:
+            return (
+                f"prompt and max_tokens need {pages} pages of {self.config.page_size} tokens; "
+                f"device memory has {cache.pool.capacity} (see --device-memory)"
+            )
+        return ""
+
+    def _reject(self, submit: Submit, reason: FinishReason, message: str) -> None:
+        self._effects.outputs.append(Output(submit.request_id, finish=reason, message=message))
+
+    def _finish(self, request: Request, reason: FinishReason, message: str = "") -> None:
+        """End a request wherever it is; tokens of plans in flight are dropped when they come."""
+        self._effects.outputs.append(Output(request.request_id, finish=reason, message=message))
+        self._forget(request)
+
+    def _forget(self, request: Request) -> None:
+        if request.state is RequestState.WAITING:
+            self.replica.waiting.remove(request)
+        else:
+            self.replica.stop_running(request)
+        request.state = RequestState.DONE
+        del self.replica.requests[request.request_id]
+
+    # ------------------------------------------------------------------------------------------ plans
+
+    def _plan_done(self, now: float, done: PlanDone) -> None:
+        in_flight = self.replica.in_flight
+        expected = self._heard_plan(done.rank) + 1
+        if done.number != expected or not in_flight or done.number > in_flight[-1].number:
+            self._lose_grid(f"rank {done.rank} acknowledged plan {done.number}, not {expected}")
+            return
+        record = in_flight[done.number - in_flight[0].number]
+        record.waits_for.remove(done.rank)
+        if done.rank == self.config.sampling_rank and not self._accept_samples(record, done):
+            return
+        while in_flight and not in_flight[0].waits_for:
+            self._retire(now, in_flight.popleft())
+
+    def _heard_plan(self, rank: int) -> int:
+        """The newest plan that ``rank`` has acknowledged."""
+        for record in self.replica.in_flight:
+            if rank in record.waits_for:
+                return record.number - 1
+        return self.replica.built
+
+    def _accept_samples(self, record: InFlight, done: PlanDone) -> bool:
+        """Tokens of requests that ended meanwhile are dropped. False if the samples are not what the plan asked for."""
+        if [sample.slot for sample in done.samples] != [slot for slot, _ in record.sampling]:
+            self._lose_grid(f"rank {done.rank} sampled other slots than plan {done.number} asked for")
+            return False
+        for sample, (_, request) in zip(done.samples, record.sampling, strict=True):
+            if request.state is not RequestState.RUNNING or request.last_plan != record.number:
+                continue
+            reason = request.accept(sample.token, self.config.max_context)
+            first = request.usage is not None and request.emitted == 1
+            self._effects.outputs.append(
+                Output(
+                    request.request_id,
+                    (sample.token,),
+                    () if sample.logprobs is None else (sample.logprobs,),
+                    request.usage if first else None,
+                    reason,
+                    sample.token if reason is FinishReason.STOP and sample.token not in request.eos else None,
+                )
+            )
+            self.counters.output_tokens += 1
+            if reason is not None:
+                self._forget(request)
+            else:
+                self.replica.decodes.append(request)
+        return True
+
+    def _retire(self, now: float, record: InFlight) -> None:
+        assert self.replica.cache is not None
+        self.replica.cache.retire(record.number)
+        self._restarts_without_progress = 0
+        started = max(record.built_at, self.replica.last_retired_at)
+        self.replica.pace.observe(record.work, now - started)
+        self.replica.last_retired_at = now
+        self.counters.plan_retired(now - record.built_at)
+
+    # ------------------------------------------------------------------------------------------ the grid
+
+    def _grid_ready(self, now: float, ready: GridReady) -> None:
+        replica = self.replica
+        replica.start_epoch(ready.device_pages, ready.s_per_token, now)
+        self._heard = [now] * self.config.ranks
+        self._set_state(GridState.READY, "")
+        for request in replica.waiting:
+            too_long = self._too_long(request)
+            if too_long:
+                self._finish(request, FinishReason.REJECTED_TOO_LONG, too_long)
+
+    def _watch(self, now: float) -> None:
+        """Rule R3: a rank that is silent, or a plan far later than predicted, means a new grid."""
+        config, in_flight = self.config, self.replica.in_flight
+        for rank, heard in enumerate(self._heard):
+            if now - heard > config.silence_s:
+                self._lose_grid(f"rank {rank} has been silent for {now - heard:.1f} s")
+                return
+        if in_flight:
+            waited = now - max(in_flight[0].built_at, self.replica.last_retired_at)
+            limit = config.late_base_s + config.late_factor * self.replica.pace.predict(in_flight[0].work)
+            if waited > limit:
+                ranks = sorted(in_flight[0].waits_for)
+                self._lose_grid(f"plan {in_flight[0].number} waits for ranks {ranks} since {waited:.1f} s (limit {limit:.1f} s)")
+
+    def _lose_grid(self, reason: str) -> None:
+        """A new epoch: device pages forgotten, requests kept with the tokens they have emitted (rule R3)."""
+        if self.state is GridState.STARTING:
+            self._fail(reason)
+            return
+        self._restarts_without_progress += 1
+        if self._restarts_without_progress > self.config.max_restarts:
+            self._fail(f"{self.config.max_restarts} restarts in a row brought no plan to its end; last: {reason}")
+            return
+        self.replica.lose_grid()
+        self.epoch += 1
+        self.counters.worker_restarts += 1
+        self._effects.restart = reason
+        self._set_state(GridState.RESTARTING, reason)
+
+    def _fail(self, reason: str) -> None:
+        for request in tuple(self.replica.requests.values()):
+            self._finish(request, FinishReason.ERROR, f"the grid has failed: {reason}")
+        self.replica.lose_grid()
+        self._set_state(GridState.FAILED, reason)
+        self._answer_flushes(("the grid has failed",))
+
+    def _set_state(self, state: GridState, detail: str) -> None:
+        self.state, self.detail = state, detail
+        self._effects.state_changed = True
+
+    # ------------------------------------------------------------------------------------------ flush and report
+
+    def _flush(self, now: float) -> None:
+        """While a flush is pending nothing is admitted, so what runs drains. Answered when no page is left, or at its time."""
+        if not self._flushes:
+            return
+        cache = self.replica.cache
+        if cache is None:
+            self._answer_flushes(())
+            return
+        freed = cache.flush()
+        for pending in self._flushes:
+            pending.freed += freed
+        held = cache.pool.capacity - cache.pool.free
+        if not held:
+            self._answer_flushes(())
+        elif now >= min(pending.deadline for pending in self._flushes):
+            busy = f"{len(self.replica.running)} running requests; {held} device pages in use"
+            self._answer_flushes((busy,), now)
+
+    def _answer_flushes(self, busy: tuple[str, ...], due: float | None = None) -> None:
+        """Answer all flushes, or those whose time has come."""
+        kept: deque[PendingFlush] = deque()
+        for pending in self._flushes:
+            if due is not None and pending.deadline > due:
+                kept.append(pending)
+            else:
+                self._effects.flushed.append(FlushDone(pending.flush.call, pending.freed, busy))
+        self._flushes = kept
+
+    def snapshot(self) -> Snapshot:
+        replica, counters = self.replica, self.counters
+        return Snapshot(
+            state=self.state,
+            epoch=self.epoch,
+            running=len(replica.running),
+            waiting=len(replica.waiting),
+            device=tier_use(replica.cache),
+            plans_retired=counters.plans_retired,
+            retractions=replica.retractions,
+            worker_restarts=counters.worker_restarts,
+            prompt_tokens=counters.prompt_tokens,
+            cached_device_tokens=replica.cached_device_tokens,
+            output_tokens=counters.output_tokens,
+            plan_s_buckets=tuple(counters.plan_s_buckets),
+            plan_s_sum=counters.plan_s_sum,
+            detail=self.detail,
+        )
+
+
+def _malformed(submit: Submit, replica: Replica) -> str:
+    """Why a Submit is no request at all: the frontend checks these, so it is a fault of its own."""
+    if not submit.request_id or len(submit.request_id) > MAX_REQUEST_ID_CHARS:
+        return f"a request id has 1 to {MAX_REQUEST_ID_CHARS} characters"
+    if submit.request_id in replica.requests:
+        return f"request id {submit.request_id!r} is in use"
+    if not submit.prompt or len(submit.prompt) % 4:
+        return "a prompt is at least one packed token"
+    if submit.params.max_tokens is None or submit.params.seed is None:
+        return "max_tokens and seed must be resolved before a request is submitted"
+    return ""

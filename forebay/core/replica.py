@@ -1,0 +1,152 @@
+"""What the planner knows of its replica, and the moves of a request between waiting and running.
+
+`Planner` decides when; `admission` and `building` decide who and what; this file keeps the books.
+"""
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from forebay.core.device_cache import DeviceCache
+from forebay.core.digest import ZERO
+from forebay.core.pace import Pace
+from forebay.core.request import Request, RequestState
+from forebay.core.waiting import WaitingQueue
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannerConfig:
+    """``ranks`` = pp * tp; ``sampling_rank``: TP rank 0 of the last stage. Tokens, seconds.
+
+    Rule R3: a rank silent for ``silence_s``, or a plan later than ``late_base_s`` + ``late_factor`` x its prediction, ends the
+    epoch; after ``max_restarts`` epochs in a row in which no plan retired the grid has failed.
+    """
+
+    pp: int
+    tp: int = 1
+    page_size: int
+    chunk_size: int
+    max_context: int
+    max_running: int
+    max_waiting: int
+    prefix_first: bool = False
+    fingerprint: bytes = b""
+    kv_dtype: str = "float32"
+    silence_s: float = 5.0
+    late_base_s: float = 10.0
+    late_factor: float = 5.0
+    max_restarts: int = 3
+
+    @property
+    def ranks(self) -> int:
+        return self.pp * self.tp
+
+    @property
+    def sampling_rank(self) -> int:
+        return (self.pp - 1) * self.tp
+
+    @property
+    def chunk_tokens(self) -> int:
+        """Prefill tokens of one plan: ``chunk_size`` in whole pages, at least one, since chunks end on page borders."""
+        return max(self.chunk_size // self.page_size, 1) * self.page_size
+
+    @property
+    def max_plan_tokens(self) -> int:
+        """No plan has more: one chunk, and one decode or hit of at most a page for every running request."""
+        return self.chunk_tokens + self.max_running * self.page_size
+
+
+@dataclass(slots=True)
+class InFlight:
+    """A plan that not all ranks have acknowledged. ``sampling``: (slot, request) of each piece that yields a token."""
+
+    number: int
+    built_at: float
+    work: float
+    waits_for: set[int]
+    sampling: list[tuple[int, Request]]
+
+
+@dataclass
+class Replica:
+    """Requests, pages and plans of one replica. ``cache`` is None while there is no grid."""
+
+    config: PlannerConfig
+    cache: DeviceCache | None = None
+    requests: dict[str, Request] = field(default_factory=dict)
+    waiting: WaitingQueue = field(default_factory=WaitingQueue)
+    running: list[Request] = field(default_factory=list)  # in order of admission
+    decodes: deque[Request] = field(default_factory=deque)  # their next token may be computed, longest waiting first
+    computing: dict[bytes, Request] = field(default_factory=dict)  # full pages that a running request has yet to compute
+    in_flight: deque[InFlight] = field(default_factory=deque)
+    pace: Pace = field(default_factory=Pace)
+    built: int = 0
+    digest: bytes = ZERO
+    last_retired_at: float = 0.0
+    retractions: int = 0
+    cached_device_tokens: int = 0
+    _arrivals: int = 0
+    _slots: list[int] = field(default_factory=list)
+
+    def next_arrival(self) -> int:
+        self._arrivals += 1
+        return self._arrivals
+
+    def pages_for(self, tokens: int) -> int:
+        return -(-tokens // self.config.page_size)
+
+    def pages_at_most(self, request: Request) -> int:
+        """Pages at the request's end: its last token is never an input."""
+        assert request.params.max_tokens is not None
+        return self.pages_for(request.prompt_tokens + request.params.max_tokens - 1)
+
+    def start_epoch(self, device_pages: int, s_per_token: float, now: float) -> None:
+        self.cache = DeviceCache(device_pages, self.built)
+        self.digest = ZERO
+        self.pace = Pace(s_per_token)
+        self.last_retired_at = now
+        self._slots = list(range(self.config.max_running - 1, -1, -1))
+
+    def lose_grid(self) -> None:
+        """Pages and plans in flight are gone; running requests wait again, with the tokens they have emitted."""
+        self.cache = None
+        self.in_flight.clear()
+        self.decodes.clear()
+        self.computing.clear()
+        running, self.running = self.running, []
+        for request in running:
+            self._wait_again(request)
+
+    def start_running(self, request: Request) -> None:
+        """Take a slot; the caller has set the request's pages."""
+        self.waiting.remove(request)
+        request.state = RequestState.RUNNING
+        request.slot = self._slots.pop()
+        self.running.append(request)
+        for index in range(len(request.nodes), request.length // self.config.page_size):
+            self.computing.setdefault(request.hashes[index], request)
+
+    def stop_running(self, request: Request) -> None:
+        """Give up slot, pins and pages; pages in use by plans in flight are freed when those retire.
+
+        The slot is free at once: plans are applied in order, so a later plan's opening meets the mirror after the last use.
+        """
+        assert self.cache is not None
+        self.running.remove(request)
+        if request in self.decodes:
+            self.decodes.remove(request)
+        for index in range(len(request.nodes), len(request.hashes)):
+            if self.computing.get(request.hashes[index]) is request:
+                del self.computing[request.hashes[index]]
+        self._slots.append(request.slot)
+        self.cache.release(request.nodes, request.own_pages, request.last_plan)
+
+    def retract(self, request: Request) -> None:
+        """Back to waiting, at its old place. Its full pages stay cached until they are evicted."""
+        self.stop_running(request)
+        self.retractions += 1
+        self._wait_again(request)
+
+    def _wait_again(self, request: Request) -> None:
+        request.reset()
+        request.state = RequestState.WAITING
+        self.waiting.add(request)

@@ -1,0 +1,136 @@
+"""One request in the planner: what it asked for, where it stands, and which pages are its own.
+
+        WAITING --admit--> RUNNING --finish--> DONE
+           ^                  |
+           '-----retract------'      (also when its grid is lost)
+
+        table:  [ page | page | page | page | page ]    what the workers' mirror holds once `sent` entries were sent
+        nodes:  [ node | node | node ]                  pinned, one per full page; the rest of the table is the request's own
+
+A full page whose hash another request's node already has is a *twin* (rule R8): the node is pinned in ``nodes``, but the table
+keeps the request's own page until the plan that wrote it has retired; then the entry is remapped to the node's page.
+
+``prefilling``: the piece that yields its next token has not been built yet. A decoding request waits for a token
+(``awaits_token``) or stands in ``Replica.decodes``.
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+
+from forebay.core.hashing import TOKEN_BYTES, page_hash
+from forebay.core.messages import FinishReason, Submit, Usage, unpack_tokens
+from forebay.core.tree import Node
+
+
+class RequestState(Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    DONE = "done"
+
+
+@dataclass(frozen=True, slots=True)
+class Twin:
+    """Table entry ``index`` holds a page of the request's own, written by ``plan``, that equals its node's page."""
+
+    index: int
+    plan: int
+
+
+class Request:
+    """``computed``: positions that built plans have covered. ``packed``: prompt and emitted tokens as uint32-LE."""
+
+    __slots__ = (
+        "arrived_at",
+        "awaits_token",
+        "computed",
+        "eos",
+        "hashes",
+        "last_plan",
+        "nodes",
+        "order",
+        "packed",
+        "page_bytes",
+        "params",
+        "prefilling",
+        "prompt_tokens",
+        "remaps",
+        "request_id",
+        "root",
+        "sent",
+        "slot",
+        "state",
+        "table",
+        "twins",
+        "usage",
+    )
+
+    def __init__(self, submit: Submit, root: bytes, page_size: int, arrival: int, arrived_at: float) -> None:
+        self.request_id = submit.request_id
+        self.params = submit.params
+        self.eos = submit.eos
+        self.packed = bytearray(submit.prompt)
+        self.prompt_tokens = len(unpack_tokens(submit.prompt))
+        self.root = root
+        self.page_bytes = page_size * TOKEN_BYTES
+        self.arrived_at = arrived_at
+        self.order = (-submit.priority, arrival)  # smaller goes first
+        self.hashes: list[bytes] = []
+        self.state = RequestState.WAITING
+        self.usage: Usage | None = None
+        self.reset()
+
+    def reset(self) -> None:
+        """As before admission: no slot, no pages, nothing computed. Tokens and page hashes stay."""
+        self.slot = -1
+        self.last_plan = -1
+        self.table: list[int] = []
+        self.nodes: list[Node] = []
+        self.twins: list[Twin] = []
+        self.remaps: list[tuple[int, int]] = []  # (table index, page) that the workers have not been told yet
+        self.computed = 0
+        self.sent = 0
+        self.prefilling = True
+        self.awaits_token = False
+
+    @property
+    def length(self) -> int:
+        """Tokens known: prompt and emitted."""
+        return len(self.packed) // TOKEN_BYTES
+
+    @property
+    def emitted(self) -> int:
+        return self.length - self.prompt_tokens
+
+    @property
+    def remaining(self) -> int:
+        """Known tokens that no plan has covered yet."""
+        return self.length - self.computed
+
+    @property
+    def own_pages(self) -> list[int]:
+        """Pages that only this request owns: past the nodes, and its halves of twins."""
+        return self.table[len(self.nodes) :] + [self.table[twin.index] for twin in self.twins]
+
+    def extend_hashes(self) -> list[bytes]:
+        """The hash chain over all full pages of the tokens known now."""
+        step = self.page_bytes
+        for start in range(len(self.hashes) * step, len(self.packed) - step + 1, step):
+            parent = self.hashes[-1] if self.hashes else self.root
+            self.hashes.append(page_hash(parent, self.packed[start : start + step]))
+        return self.hashes
+
+    def tokens(self, start: int, stop: int) -> bytes:
+        """Packed tokens of positions ``start`` to ``stop``."""
+        return bytes(self.packed[start * TOKEN_BYTES : stop * TOKEN_BYTES])
+
+    def accept(self, token: int, max_context: int) -> FinishReason | None:
+        """Take the token that its last plan sampled; says whether it is the last one, and why."""
+        assert self.awaits_token
+        self.awaits_token = False
+        self.packed += token.to_bytes(TOKEN_BYTES, "little")
+        if token in self.params.stop_token_ids or (token in self.eos and not self.params.ignore_eos):
+            return FinishReason.STOP
+        assert self.params.max_tokens is not None
+        if self.emitted >= self.params.max_tokens or self.length >= max_context:
+            return FinishReason.LENGTH
+        return None
