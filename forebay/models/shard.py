@@ -6,6 +6,7 @@ heads     tp 0 | tp 1    | tp 0 | tp 1         tensor parallelism: equal contigu
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 from forebay.models.config import ModelConfig
@@ -72,7 +73,7 @@ def split_layers(layers: int, pp: int) -> list[range]:
         raise ModelError(f"pp {pp} does not fit a model of {layers} layers; allowed: 1 to {layers}; choose --pp there")
     size, longer = divmod(layers, pp)
     bounds = [stage * size + min(stage, longer) for stage in range(pp + 1)]
-    return [range(start, stop) for start, stop in zip(bounds, bounds[1:], strict=False)]
+    return [range(start, stop) for start, stop in itertools.pairwise(bounds)]
 
 
 def check_tp(config: ModelConfig, tp_size: int) -> None:

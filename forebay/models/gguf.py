@@ -1,0 +1,259 @@
+"""Turn a .gguf file into a Hugging Face directory, once, in the user's cache directory.
+
+    <cache>/models/<stem>-<hash>/           complete: made by one rename, never written again
+    <cache>/models/<stem>-<hash>.lock       flock of the converter at work; others wait for it
+    <cache>/models/<stem>-<hash>.tmp-<pid>  half-made; removed by the next holder of the lock
+
+Weights are dequantised to float32 exactly as the file says. llama.cpp stores the query and key rows of Llama models
+permuted for its own rotary layout; they are put back.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import platformdirs
+
+from forebay.models.errors import ModelError
+from forebay.models.gguf_tokenizer import build_tokenizer
+
+CONVERTER_VERSION = 1
+_EDGE_BYTES = 64 * 1024
+_MAGIC = b"GGUF"
+
+_NAMES: Mapping[str, str] = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+}
+_LAYER_NAMES: Mapping[str, str] = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """One tensor of the file: `data` as stored, `heads` > 0 when its rows are permuted by head."""
+
+    name: str
+    shape: tuple[int, ...]
+    data: npt.NDArray[Any]
+    kind: Any
+    heads: int
+
+
+def cache_dir() -> Path:
+    """Where converted models are kept: FOREBAY_CACHE_DIR, else the platform's user cache directory."""
+    override = os.environ.get("FOREBAY_CACHE_DIR")
+    return Path(override) if override else Path(platformdirs.user_cache_dir("forebay", appauthor=False))
+
+
+def convert_gguf(file: Path) -> Path:
+    """The Hugging Face directory for `file`, converted now if it was not before.
+
+    Safe to call from many processes at once. Raises ModelError when the file is missing, damaged, or of a kind that
+    cannot be served, or when the cache directory cannot be written.
+    """
+    file = Path(file)
+    name = f"{file.stem}-{_content_hash(file)[:16]}"
+    target = cache_dir() / "models" / name
+    if target.is_dir():
+        return target
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(target.parent / f"{name}.lock"):
+            if not target.is_dir():
+                _build(file, target)
+    except OSError as error:
+        raise ModelError(
+            f"{target}: cannot be written ({error}); free space or set FOREBAY_CACHE_DIR to another directory"
+        ) from None
+    return target
+
+
+def _content_hash(file: Path) -> str:
+    """Names the file's contents without reading all of it: size, time of change and both edges."""
+    try:
+        with file.open("rb") as stream:
+            status = os.fstat(stream.fileno())
+            first = stream.read(_EDGE_BYTES)
+            stream.seek(max(0, status.st_size - _EDGE_BYTES))
+            last = stream.read(_EDGE_BYTES)
+    except OSError as error:
+        raise ModelError(f"{file}: cannot be read ({error.strerror}); check the path") from None
+    if first[:4] != _MAGIC:
+        raise ModelError(f"{file}: not a GGUF file (it starts with {first[:4]!r}); check the path")
+    marks = f"{CONVERTER_VERSION}:{status.st_size}:{status.st_mtime_ns}:".encode()
+    return hashlib.sha256(marks + first + last).hexdigest()
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold an exclusive lock on `path`. The kernel drops it when the process dies, so it is never stale."""
+    with path.open("w") as stream:
+        fcntl.flock(stream, fcntl.LOCK_EX)
+        yield
+
+
+def _build(file: Path, target: Path) -> None:
+    """Convert into a temporary directory and rename it. The caller holds the lock, so other temporary ones are dead."""
+    for stale in target.parent.glob(f"{target.name}.tmp-*"):
+        shutil.rmtree(stale, ignore_errors=True)
+    work = target.parent / f"{target.name}.tmp-{os.getpid()}"
+    work.mkdir()
+    try:
+        _write_directory(file, work)
+        for path in (*work.iterdir(), work):
+            _sync(path)
+        os.rename(work, target)
+        _sync(target.parent)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _write_directory(file: Path, into: Path) -> None:
+    metadata, sources = _read(file)
+    tokenizer, settings = build_tokenizer(metadata, str(file))
+    _write_json(into / "config.json", _config(metadata, sources, file))
+    _write_json(into / "tokenizer_config.json", settings)
+    tokenizer.save(str(into / "tokenizer.json"))
+    try:
+        _write_safetensors(into / "model.safetensors", sources)
+    except (ValueError, IndexError, NotImplementedError) as error:
+        raise ModelError(f"{file}: cannot be dequantised ({error}); use another quantisation of the model") from None
+
+
+def _write_json(path: Path, value: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _read(file: Path) -> tuple[dict[str, Any], list[_Source]]:
+    """Metadata by key, and the tensors under their Hugging Face names."""
+    from gguf import GGUFReader  # costs 100 ms; only a conversion needs it
+
+    try:
+        reader = GGUFReader(file)
+        metadata = {key: field.contents() for key, field in reader.fields.items()}
+    except (ValueError, IndexError, KeyError, TypeError, OSError) as error:
+        raise ModelError(f"{file}: damaged or truncated ({error}); fetch it again") from None
+    architecture = metadata.get("general.architecture")
+    if architecture != "llama":
+        raise ModelError(f"{file}: architecture {architecture!r} is not supported; allowed: llama; use another file")
+    heads = int(metadata.get("llama.attention.head_count", 0))
+    permuted = {"attn_q": heads, "attn_k": int(metadata.get("llama.attention.head_count_kv", heads))}
+    return metadata, [_source(tensor, permuted, file) for tensor in reader.tensors]
+
+
+def _source(tensor: Any, permuted: Mapping[str, int], file: Path) -> _Source:
+    base, _, suffix = tensor.name.rpartition(".")
+    shape = tuple(int(size) for size in reversed(tensor.shape))
+    block = base.split(".")
+    if base in _NAMES:
+        return _Source(f"{_NAMES[base]}.{suffix}", shape, tensor.data, tensor.tensor_type, 0)
+    if len(block) == 3 and block[0] == "blk" and block[2] in _LAYER_NAMES:
+        name = f"model.layers.{int(block[1])}.{_LAYER_NAMES[block[2]]}.{suffix}"
+        return _Source(name, shape, tensor.data, tensor.tensor_type, permuted.get(block[2], 0))
+    raise ModelError(
+        f"{file}: tensor {tensor.name} is no part of a plain Llama model; "
+        "use a Hugging Face directory of this model, or another one"
+    )
+
+
+def _config(metadata: Mapping[str, Any], sources: list[_Source], file: Path) -> dict[str, Any]:
+    """config.json; the dtype is bfloat16, since the weights were quantised from it and `--dtype auto` follows it."""
+
+    def value(key: str) -> Any:
+        if key not in metadata:
+            raise ModelError(f"{file}: metadata lacks {key}; fetch it again or use another file")
+        return metadata[key]
+
+    names = {source.name: source for source in sources}
+    if "model.embed_tokens.weight" not in names:
+        raise ModelError(f"{file}: holds no token embeddings; it may be one part of a split file; join the parts first")
+    heads, hidden = int(value("llama.attention.head_count")), int(value("llama.embedding_length"))
+    eos = [metadata.get("tokenizer.ggml.eos_token_id"), metadata.get("tokenizer.ggml.eot_token_id")]
+    scaling = _rope_scaling(metadata, file)
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "attention_bias": "model.layers.0.self_attn.q_proj.bias" in names,
+        "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
+        "dtype": "bfloat16",
+        "eos_token_id": list(dict.fromkeys(token for token in eos if token is not None)) or None,
+        "head_dim": int(metadata.get("llama.rope.dimension_count", hidden // heads)),
+        "hidden_act": "silu",
+        "hidden_size": hidden,
+        "intermediate_size": int(value("llama.feed_forward_length")),
+        "max_position_embeddings": int(value("llama.context_length")),
+        "mlp_bias": "model.layers.0.mlp.gate_proj.bias" in names,
+        "num_attention_heads": heads,
+        "num_hidden_layers": int(value("llama.block_count")),
+        "num_key_value_heads": int(metadata.get("llama.attention.head_count_kv", heads)),
+        "rms_norm_eps": float(value("llama.attention.layer_norm_rms_epsilon")),
+        "rope_theta": float(metadata.get("llama.rope.freq_base", 10000.0)),
+        "tie_word_embeddings": "lm_head.weight" not in names,
+        "vocab_size": names["model.embed_tokens.weight"].shape[0],
+    } | ({"rope_scaling": scaling} if scaling else {})
+
+
+def _rope_scaling(metadata: Mapping[str, Any], file: Path) -> dict[str, Any] | None:
+    kind = metadata.get("llama.rope.scaling.type", "none")
+    if kind == "none":
+        return None
+    if kind == "linear" and "llama.rope.scaling.factor" in metadata:
+        return {"rope_type": "linear", "factor": float(metadata["llama.rope.scaling.factor"])}
+    raise ModelError(f"{file}: rope scaling {kind!r} is not supported; allowed: none, linear; use another file")
+
+
+def _write_safetensors(path: Path, sources: list[_Source]) -> None:
+    """Dequantise and write one tensor at a time, so the model is never in memory as a whole."""
+    from gguf.quants import dequantize
+
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for source in sources:
+        size = 4 * int(np.prod(source.shape))
+        header[source.name] = {"dtype": "F32", "shape": source.shape, "data_offsets": [offset, offset + size]}
+        offset += size
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as stream:
+        stream.write(len(text).to_bytes(8, "little") + text)
+        for source in sources:
+            values = dequantize(source.data, source.kind).astype("<f4", copy=False).reshape(source.shape)
+            stream.write(np.ascontiguousarray(_unpermute(values, source.heads)).tobytes())
+
+
+def _unpermute(values: npt.NDArray[np.float32], heads: int) -> npt.NDArray[np.float32]:
+    """Undo llama.cpp's interleaving of each head's two halves (convert_hf_to_gguf.py, LlamaModel.permute)."""
+    if heads == 0:
+        return values
+    half = values.shape[0] // heads // 2
+    return values.reshape(heads, half, 2, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
