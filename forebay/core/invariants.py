@@ -1,4 +1,4 @@
-"""What must hold between any two planner steps. Checked after every simulated step; `check` raises ``AssertionError`` with the number.
+"""What must hold between any two planner steps. `check` raises ``AssertionError`` with the number of what does not.
 
 I1  every page has one owner, and the pool's counts are right (R4)
 I2  a node's pins are exactly the requests and fences that hold it; request pages are held by exactly one request

@@ -6,7 +6,7 @@ One step:   take events -> retire plans -> watch the grid -> flush -> admit -> b
 
     STARTING --GridReady--> READY --lost rank, silence, late plan--> RESTARTING --GridReady--> READY
         |                                                                 |
-        '--GridFailed--> FAILED <--------- restarts without progress -----'
+        '---GridLost---> FAILED <--------- restarts without progress -----'
 
 A step that built a plan may be able to build another; call again until ``effects.plan`` is None.
 """
@@ -54,21 +54,14 @@ class GridLost:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class GridFailed:
-    """The grid cannot be started, and trying again would not help."""
-
-    reason: str
-
-
-Event = Submit | Abort | Flush | PlanDone | Heartbeat | GridReady | GridLost | GridFailed
+Event = Submit | Abort | Flush | PlanDone | Heartbeat | GridReady | GridLost
 
 
 @dataclass(slots=True)
 class Effects:
     """What the caller must do, in this order: restart the grid if asked, send the plan to every rank, then tell the frontend.
 
-    ``restart``: end all ranks, start them as epoch ``planner.epoch``, and report `GridReady`, `GridLost` or `GridFailed`.
+    ``restart``: end all ranks, start them as epoch ``planner.epoch``, and report `GridReady` or `GridLost`.
     """
 
     restart: str | None = None
@@ -143,8 +136,6 @@ class Planner:
             case GridLost():
                 if event.epoch == self.epoch and self.state is not GridState.FAILED:
                     self._lose_grid(event.reason)
-            case GridFailed():
-                self._fail(event.reason)
 
     # ------------------------------------------------------------------------------------------ requests
 

@@ -25,14 +25,15 @@ _PR_SET_PDEATHSIG = 1
 
 
 class PlannerBoot(msgspec.Struct, frozen=True):
-    """``fingerprint``: of the model (DESIGN 4.1). ``max_context`` in tokens, already resolved against the model's own."""
+    """What was resolved before the start: ``fingerprint`` of the model (DESIGN 4.1), ``dtype``, ``max_context`` in tokens,
+    ``threads`` and ``device_memory`` (bytes; 0 = what the device has left) of each rank."""
 
     model_path: str
     fingerprint: bytes
-    layers: int
-    vocab_size: int
     dtype: str
     max_context: int
+    threads: int
+    device_memory: int
     settings: Settings
     frontend_endpoint: str
     frontend_identity: bytes
@@ -42,7 +43,8 @@ class PlannerBoot(msgspec.Struct, frozen=True):
 class WorkerBoot(msgspec.Struct, frozen=True):
     """One rank's world. ``rank`` = stage * tp + tp_rank.
 
-    ``device_memory``: bytes for this rank's KV pages. ``max_plan_tokens``: no plan has more tokens. Plans come and acks go over
+    ``device_memory``: bytes for this rank's KV pages (0: what the device has left once the weights are loaded).
+    ``max_plan_tokens``: no plan has more tokens. Plans come and acks go over
     ``plan_endpoint`` with ``plan_identity``; heartbeats go over ``io_endpoint`` with ``io_identity``, from a thread of their own.
     ``flight_dir``: where a flight record goes on a fault; ``timeline_dir``: where the ring goes at the end, if anywhere.
     """

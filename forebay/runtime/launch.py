@@ -1,0 +1,106 @@
+"""Starts a planner for a model: checks what can be checked before any process exists, derives what was not given.
+
+The planner's process starts the ranks; all of them end when the caller's process does.
+"""
+
+import contextlib
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+
+import psutil
+
+from forebay.models.config import ModelConfig, load_config
+from forebay.models.errors import ModelError
+from forebay.models.fingerprint import fingerprint
+from forebay.models.resolve import ResolvedModel
+from forebay.models.shard import check_tp, split_layers
+from forebay.runtime.boot import PlannerBoot, frame_boot, new_endpoint, new_identity
+from forebay.settings import Device, DType, Settings, format_size
+
+# Of the memory that is free at the start, for all KV pages of this machine; weights and everything else share the rest.
+KV_SHARE = 0.3
+
+
+class StartError(Exception):
+    """The engine cannot start: one line with what was given, what is allowed, what to do."""
+
+
+@dataclass(frozen=True)
+class PlannerHandle:
+    """A running planner process. ``endpoint`` and ``identity``: for the frontend's DEALER socket."""
+
+    endpoint: str
+    identity: bytes
+    process: subprocess.Popen[bytes]
+    max_context: int
+
+    def stop(self, timeout_s: float = 10.0) -> None:
+        """End the planner and its ranks: in good order within ``timeout_s``, else by force. Safe to call twice."""
+        self.process.terminate()
+        try:
+            self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        if self.process.stdin is not None:
+            with contextlib.suppress(OSError):
+                self.process.stdin.close()
+
+
+def start_planner(model: ResolvedModel, settings: Settings) -> PlannerHandle:
+    """Start the planner's process; the grid's state then arrives in Snapshots.
+
+    Call from the thread that lives as long as the process (the kernel ends children with the thread that made them).
+    Raises ``StartError``.
+    """
+    boot = _boot(model, settings)
+    process = subprocess.Popen([sys.executable, "-P", "-m", "forebay.runtime.planner_process"], stdin=subprocess.PIPE)
+    assert process.stdin is not None
+    with contextlib.suppress(BrokenPipeError):
+        process.stdin.write(frame_boot(boot))
+        process.stdin.flush()
+    return PlannerHandle(boot.frontend_endpoint, boot.frontend_identity, process, boot.max_context)
+
+
+def _boot(model: ResolvedModel, settings: Settings) -> PlannerBoot:
+    try:
+        config = load_config(model.path)
+        split_layers(config.layers, settings.pp)
+        check_tp(config, settings.tp)
+        identity = fingerprint(model.path)
+    except ModelError as error:
+        raise StartError(str(error)) from error
+    ranks = settings.pp * settings.tp
+    return PlannerBoot(
+        model_path=str(model.path),
+        fingerprint=identity,
+        dtype=config.dtype if settings.dtype is DType.AUTO else settings.dtype.value,
+        max_context=_max_context(config, settings),
+        threads=settings.threads_per_rank or max(len(os.sched_getaffinity(0)) // ranks, 1),
+        device_memory=settings.device_memory or derive_device_memory(settings.device, ranks),
+        settings=settings,
+        frontend_endpoint=new_endpoint("frontend"),
+        frontend_identity=new_identity(),
+        parent_pid=os.getpid(),
+    )
+
+
+def _max_context(config: ModelConfig, settings: Settings) -> int:
+    if settings.max_context is None:
+        return config.max_context
+    if settings.max_context > config.max_context:
+        raise StartError(
+            f"--max-context is {settings.max_context}; the model was made for {config.max_context} tokens; give at most that"
+        )
+    return settings.max_context
+
+
+def derive_device_memory(device: Device, ranks: int) -> int:
+    """Bytes of KV pages for each of ``ranks`` on this machine: a share of what is free, counted once for all of them."""
+    if device is not Device.CPU:
+        return 0
+    each = int(psutil.virtual_memory().available * KV_SHARE) // ranks
+    print(f"forebay: --device-memory is not given; {format_size(each)} for each of {ranks} ranks", file=sys.stderr)
+    return each

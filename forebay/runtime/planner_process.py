@@ -1,0 +1,241 @@
+"""The planner's process: one event loop around the sans-IO core.
+
+        frontend --zmq--> [ drain all sockets -> planner.step -> restart / plan / outputs ] --zmq--> ranks, frontend
+
+The loop never waits for a forward pass and imports no torch. It sleeps until a message, a rank's death, or a timer.
+"""
+
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+
+import zmq
+
+from forebay.core.messages import (
+    GridState,
+    MessageError,
+    Outputs,
+    decode_from_worker,
+    decode_to_planner,
+    encode,
+)
+from forebay.core.planner import Effects, Event, GridLost, Planner
+from forebay.core.replica import PlannerConfig
+from forebay.runtime.boot import PlannerBoot, WorkerBoot, die_with_parent, new_endpoint, read_boot
+from forebay.runtime.ranks import END_S, Endpoints, Ranks
+from forebay.settings import Schedule
+
+SNAPSHOT_S = 0.25
+TICK_MS = 100
+# Frames that may wait for one peer. A rank has at most pp plans in flight, so a full queue means that it is gone.
+RANK_QUEUE_FRAMES = 1024
+FRONTEND_QUEUE_FRAMES = 100_000
+
+
+class PlannerProcess:
+    """Sockets and processes of one replica."""
+
+    def __init__(self, boot: PlannerBoot, worker: WorkerBoot, config: PlannerConfig) -> None:
+        self._boot = boot
+        self._worker = worker
+        self._planner = Planner(config)
+        self._context = zmq.Context()
+        self._endpoints = Endpoints(new_endpoint("plan"), new_endpoint("io"))
+        self._frontend = self._router(boot.frontend_endpoint, FRONTEND_QUEUE_FRAMES)
+        self._plans = self._router(self._endpoints.plan, RANK_QUEUE_FRAMES)
+        self._io = self._router(self._endpoints.io, RANK_QUEUE_FRAMES)
+        self._ranks: Ranks | None = None
+        self._poller = zmq.Poller()
+        self._snapshot_due = 0.0
+        self._stopping = False
+
+    def run(self) -> None:
+        """Until SIGTERM. Ranks are ended before it returns, whatever happens."""
+        signal.signal(signal.SIGTERM, self._on_sigterm)
+        try:
+            self._start_ranks()
+            while not self._stopping:
+                self._wait()
+                self._turn(time.monotonic())
+        finally:
+            self._end_ranks("the server ends", END_S)
+            self._context.destroy(linger=200)
+
+    def _on_sigterm(self, signum: int, frame: object) -> None:
+        self._stopping = True
+
+    def _router(self, endpoint: str, frames: int) -> "zmq.Socket[bytes]":
+        socket = self._context.socket(zmq.ROUTER)
+        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a frame to a peer that is gone or full is an error, never dropped
+        socket.setsockopt(zmq.SNDHWM, frames)
+        socket.setsockopt(zmq.RCVHWM, 0)
+        socket.bind(endpoint)
+        return socket
+
+    def _start_ranks(self) -> None:
+        self._ranks = Ranks(self._boot, self._worker, self._endpoints, self._planner.epoch, time.monotonic())
+        self._watch()
+
+    def _end_ranks(self, reason: str, grace_s: float) -> None:
+        if self._ranks is not None:
+            self._ranks.end(reason, self._plans, grace_s)
+            self._ranks = None
+            self._watch()
+
+    def _watch(self) -> None:
+        """What wakes the loop: frames, and the death of a rank."""
+        self._poller = zmq.Poller()
+        for source in (self._frontend, self._plans, self._io, *(self._ranks.pidfds if self._ranks else ())):
+            self._poller.register(source, zmq.POLLIN)
+
+    # ------------------------------------------------------------------------------------------ one turn
+
+    def _wait(self) -> None:
+        self._poller.poll(TICK_MS)
+
+    def _turn(self, now: float) -> None:
+        events = self._drain(now)
+        effects = self._planner.step(now, events)
+        self._carry_out(effects)
+        while effects.plan is not None:
+            effects = self._planner.step(now)
+            self._carry_out(effects)
+        if effects.state_changed or now >= self._snapshot_due:
+            self._send_snapshot(now)
+
+    def _drain(self, now: float) -> list[Event]:
+        """Everything that has arrived. Deaths come last: what a rank said before it died still counts."""
+        events: list[Event] = []
+        for identity, frame in _frames(self._frontend):
+            if identity == self._boot.frontend_identity:
+                with _reported("the frontend"):
+                    events.append(decode_to_planner(frame))
+        for socket in (self._io, self._plans):
+            for identity, frame in _frames(socket):
+                rank = None if self._ranks is None else self._ranks.rank_of(identity)
+                if self._ranks is None or rank is None:
+                    continue
+                with _reported(f"rank {rank}"):
+                    event = self._ranks.take(now, rank, decode_from_worker(frame), self._plans)
+                    if event is not None:
+                        events.append(event)
+        if self._ranks is not None and (lost := self._ranks.watch(now)) is not None:
+            events.append(lost)
+        return events
+
+    def _carry_out(self, effects: Effects) -> None:
+        if effects.restart is not None:
+            self._restart(effects.restart)
+        if effects.plan is not None and self._ranks is not None:
+            try:
+                self._ranks.send(encode(effects.plan), self._plans)
+            except zmq.ZMQError as error:
+                lost = GridLost(self._planner.epoch, f"plan {effects.plan.number} cannot be sent: {error}")
+                self._carry_out(self._planner.step(time.monotonic(), [lost]))
+        if effects.outputs:
+            self._tell_frontend(encode(Outputs(tuple(effects.outputs))))
+        for done in effects.flushed:
+            self._tell_frontend(encode(done))
+        if effects.state_changed:
+            self._on_state()
+
+    def _on_state(self) -> None:
+        planner = self._planner
+        _log(f"grid {planner.state} (epoch {planner.epoch})" + (f": {planner.detail}" if planner.detail else ""))
+        if planner.state is GridState.FAILED:
+            self._end_ranks("the grid has failed", 0)
+
+    def _restart(self, reason: str) -> None:
+        self._end_ranks(reason, 0)
+        self._start_ranks()
+
+    def _send_snapshot(self, now: float) -> None:
+        self._snapshot_due = now + SNAPSHOT_S
+        self._tell_frontend(encode(self._planner.snapshot()))
+
+    def _tell_frontend(self, frame: bytes) -> None:
+        """A frontend that has not connected yet has asked for nothing; one that is gone takes this process with it."""
+        with contextlib.suppress(zmq.ZMQError):
+            self._frontend.send_multipart((self._boot.frontend_identity, frame), zmq.NOBLOCK)
+
+
+def _frames(socket: "zmq.Socket[bytes]") -> list[tuple[bytes, bytes]]:
+    """(identity, frame) of every message that waits; messages of another shape are dropped."""
+    found: list[tuple[bytes, bytes]] = []
+    while True:
+        try:
+            parts = socket.recv_multipart(zmq.NOBLOCK)
+        except zmq.Again:
+            return found
+        if len(parts) == 2:
+            found.append((parts[0], parts[1]))
+
+
+@contextlib.contextmanager
+def _reported(peer: str) -> Iterator[None]:
+    """A frame that is no message is reported and dropped."""
+    try:
+        yield
+    except MessageError as error:
+        _log(f"dropped a frame from {peer}: {error}")
+
+
+def _log(line: str) -> None:
+    print(f"forebay planner: {line}", file=sys.stderr, flush=True)
+
+
+def planner_config(boot: PlannerBoot) -> PlannerConfig:
+    settings = boot.settings
+    return PlannerConfig(
+        pp=settings.pp,
+        tp=settings.tp,
+        page_size=settings.page_size,
+        chunk_size=settings.chunk_size,
+        max_context=boot.max_context,
+        max_running=settings.max_running,
+        max_waiting=settings.max_waiting,
+        prefix_first=settings.schedule is Schedule.PREFIX,
+        fingerprint=boot.fingerprint,
+        kv_dtype=boot.dtype,
+    )
+
+
+def worker_template(boot: PlannerBoot, config: PlannerConfig) -> WorkerBoot:
+    """What all ranks are told alike."""
+    settings = boot.settings
+    return WorkerBoot(
+        epoch=0,
+        rank=0,
+        pp=settings.pp,
+        tp=settings.tp,
+        model_path=boot.model_path,
+        dtype=boot.dtype,
+        device=settings.device,
+        threads=boot.threads,
+        page_size=settings.page_size,
+        device_memory=boot.device_memory,
+        max_plan_tokens=config.max_plan_tokens,
+        max_running=settings.max_running,
+        max_context=boot.max_context,
+        plan_endpoint="",
+        plan_identity=b"",
+        io_endpoint="",
+        io_identity=b"",
+        parent_pid=os.getpid(),
+        flight_dir=None if settings.timeline is None else str(settings.timeline),
+        timeline_dir=None if settings.timeline is None else str(settings.timeline),
+    )
+
+
+def main() -> None:
+    boot = read_boot(PlannerBoot)
+    die_with_parent(boot.parent_pid)
+    config = planner_config(boot)
+    PlannerProcess(boot, worker_template(boot, config), config).run()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,188 @@
+"""The processes of one grid, as the planner sees them: started, joined, watched, ended.
+
+        spawn --Hello--> loading --Loaded from all--> Allocate to all --Ready from all--> GridReady
+          '---------'---------'----- death, Fault, or silence ------------------------> GridLost
+
+Every rank is a child of the planner's process and ends with it. A rank's death shows at once through its pidfd.
+"""
+
+import contextlib
+import os
+import signal
+import subprocess
+from dataclasses import dataclass
+
+import zmq
+
+from forebay.core.messages import Allocate, Fault, FromWorker, Heartbeat, Hello, Loaded, PlanDone, Ready, Stop, encode
+from forebay.core.planner import Event, GridLost, GridReady
+from forebay.runtime.boot import PlannerBoot, WorkerBoot, new_identity
+from forebay.runtime.spawn import spawn_worker
+
+HELLO_S = 120.0  # an interpreter that imports torch from a cold disk
+START_SILENCE_S = 60.0  # loading may keep a rank from its heartbeat for a while
+END_S = 3.0
+
+
+@dataclass(slots=True)
+class _Rank:
+    process: subprocess.Popen[bytes]
+    pidfd: int
+    plan_identity: bytes
+    io_identity: bytes
+    heard_at: float
+    said_hello: bool = False
+    loaded: Loaded | None = None
+    ready: Ready | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoints:
+    plan: str
+    io: str
+
+
+class Ranks:
+    """All ranks of one epoch. ``take`` folds what they say into planner events."""
+
+    def __init__(self, boot: PlannerBoot, worker: WorkerBoot, endpoints: Endpoints, epoch: int, now: float) -> None:
+        """``worker``: what all ranks are told; epoch, rank, endpoints and identities are filled in here."""
+        self.epoch = epoch
+        self._max_pages = -(-boot.max_context // worker.page_size) * worker.max_running
+        self._ranks: list[_Rank] = []
+        self._started = False
+        for rank in range(worker.pp * worker.tp):
+            plan_identity, io_identity = new_identity(), new_identity()
+            process = spawn_worker(_for_rank(worker, rank, epoch, endpoints, plan_identity, io_identity))
+            self._ranks.append(_Rank(process, os.pidfd_open(process.pid), plan_identity, io_identity, now))
+        self._by_identity = {rank.plan_identity: index for index, rank in enumerate(self._ranks)}
+        self._by_identity |= {rank.io_identity: index for index, rank in enumerate(self._ranks)}
+
+    @property
+    def pidfds(self) -> list[int]:
+        return [rank.pidfd for rank in self._ranks]
+
+    def rank_of(self, identity: bytes) -> int | None:
+        """Whose channel this is; None for a stranger or a rank of an earlier epoch."""
+        return self._by_identity.get(identity)
+
+    def take(self, now: float, rank: int, message: FromWorker, plans: "zmq.Socket[bytes]") -> Event | None:
+        """What a rank's message means to the planner, if anything. Other epochs and borrowed rank numbers are dropped."""
+        if message.epoch != self.epoch or message.rank != rank:
+            return None
+        member = self._ranks[rank]
+        member.heard_at = now
+        match message:
+            case Hello():
+                member.said_hello = True
+            case Loaded():
+                member.loaded = message
+                return self._all_loaded(plans)
+            case Ready():
+                member.ready = message
+                return self._all_ready()
+            case PlanDone() | Heartbeat():
+                return message if self._started else None
+            case Fault():
+                return GridLost(self.epoch, self._why(f"rank {rank}: {message.text}"))
+        return None
+
+    def watch(self, now: float) -> GridLost | None:
+        """A rank that has died; before the grid stands, also one that says nothing (afterwards the planner watches that)."""
+        for index, rank in enumerate(self._ranks):
+            code = rank.process.poll()
+            if code is not None:
+                return GridLost(self.epoch, f"rank {index} (process {rank.process.pid}) {_ending(code)}")
+            limit = START_SILENCE_S if rank.said_hello else HELLO_S
+            if not self._started and now - rank.heard_at > limit:
+                return GridLost(self.epoch, f"rank {index} has been silent for {limit:.0f} s while it started")
+        return None
+
+    def send(self, frame: bytes, plans: "zmq.Socket[bytes]") -> None:
+        """To every rank, in rank order. Raises ``zmq.ZMQError`` if a rank is gone or does not drain its channel."""
+        for rank in self._ranks:
+            plans.send_multipart((rank.plan_identity, frame), zmq.NOBLOCK)
+
+    def end(self, reason: str, plans: "zmq.Socket[bytes]", grace_s: float) -> None:
+        """End all processes: in good order if they do within ``grace_s``, else by force. Returns when none is left."""
+        if grace_s:
+            for rank in self._ranks:
+                with contextlib.suppress(zmq.ZMQError):
+                    plans.send_multipart((rank.plan_identity, encode(Stop(self.epoch, reason))), zmq.NOBLOCK)
+            for rank in self._ranks:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    rank.process.wait(grace_s)
+        for rank in self._ranks:
+            rank.process.kill()
+        for rank in self._ranks:
+            rank.process.wait()
+            assert rank.process.stdin is not None
+            with contextlib.suppress(OSError):
+                rank.process.stdin.close()
+            os.close(rank.pidfd)
+        self._ranks.clear()
+        self._by_identity.clear()
+
+    def _all_loaded(self, plans: "zmq.Socket[bytes]") -> GridLost | None:
+        loaded = [rank.loaded for rank in self._ranks]
+        if any(message is None for message in loaded):
+            return None
+        affordable = min(message.device_pages for message in loaded if message is not None)
+        rendezvous = next(message.rendezvous for message in loaded if message is not None)
+        try:
+            self.send(encode(Allocate(self.epoch, min(affordable, self._max_pages), rendezvous)), plans)
+        except zmq.ZMQError as error:
+            return GridLost(self.epoch, f"a rank left while the grid started: {error}")
+        return None
+
+    def _all_ready(self) -> GridReady | None:
+        ready = [rank.ready for rank in self._ranks]
+        if any(message is None for message in ready):
+            return None
+        self._started = True
+        pages = min(rank.loaded.device_pages for rank in self._ranks if rank.loaded is not None)
+        seconds = sum(message.s_per_token for message in ready if message is not None)
+        return GridReady(self.epoch, min(pages, self._max_pages), seconds)
+
+    def _why(self, said: str) -> str:
+        """A rank that was killed explains what its neighbours complain of."""
+        for index, rank in enumerate(self._ranks):
+            code = rank.process.poll()
+            if code is not None and code < 0:
+                return f"rank {index} (process {rank.process.pid}) {_ending(code)}"
+        return said
+
+
+def _for_rank(
+    worker: WorkerBoot, rank: int, epoch: int, endpoints: Endpoints, plan_identity: bytes, io_identity: bytes
+) -> WorkerBoot:
+    return WorkerBoot(
+        epoch=epoch,
+        rank=rank,
+        pp=worker.pp,
+        tp=worker.tp,
+        model_path=worker.model_path,
+        dtype=worker.dtype,
+        device=worker.device,
+        threads=worker.threads,
+        page_size=worker.page_size,
+        device_memory=worker.device_memory,
+        max_plan_tokens=worker.max_plan_tokens,
+        max_running=worker.max_running,
+        max_context=worker.max_context,
+        plan_endpoint=endpoints.plan,
+        plan_identity=plan_identity,
+        io_endpoint=endpoints.io,
+        io_identity=io_identity,
+        parent_pid=os.getpid(),
+        flight_dir=worker.flight_dir,
+        timeline_dir=worker.timeline_dir,
+    )
+
+
+def _ending(code: int) -> str:
+    if code >= 0:
+        return f"ended with status {code}"
+    with contextlib.suppress(ValueError):
+        return f"was ended by {signal.Signals(-code).name}"
+    return f"was ended by signal {-code}"
