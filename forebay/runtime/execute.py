@@ -1,0 +1,121 @@
+"""One plan on one rank: from the mirror's steps to hidden states for the next stage, or to sampled tokens.
+
+plan --> mirror --> steps --> batch --.
+             tokens, or hidden states --+--> forward --> hidden states --> next stage
+                 of the stage before                 `-> logits --> samples
+"""
+
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from forebay.core.messages import Plan, Sample
+from forebay.models.batch import SequenceWork, StageBatch, build_batch
+from forebay.models.kv import KVPool
+from forebay.models.llama import Stage
+from forebay.observe.events import SpanKind, SpanRing
+from forebay.runtime.mirror import Limits, Mirror, Step
+from forebay.runtime.sampler import Sampler
+from forebay.runtime.stage_link import Activation, StageReceiver, StageSender
+
+NS = 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a plan came to on this rank. ``samples``: empty on all ranks but the sampling one."""
+
+    samples: tuple[Sample, ...]
+    forward_s: float
+
+
+class Executor:
+    """Runs plans in order. ``receiver`` is None on the first stage, ``sender`` on the last, ``sampler`` on all but one rank."""
+
+    def __init__(
+        self,
+        stage: Stage,
+        pool: KVPool,
+        limits: Limits,
+        ring: SpanRing,
+        device: torch.device,
+        receiver: StageReceiver | None,
+        sender: StageSender | None,
+        sampler: Sampler | None,
+    ) -> None:
+        self.limits = limits
+        self._mirror = Mirror(limits)
+        self._stage = stage
+        self._pool = pool
+        self._ring = ring
+        self._device = device
+        self._receiver = receiver
+        self._sender = sender
+        self._sampler = sampler
+
+    @torch.inference_mode()
+    def run(self, plan: Plan) -> Outcome:
+        """Apply ``plan``, run this rank's layers over it, pass the result on. When it returns, no page of it is in use here.
+
+        Raises ``PlanError`` if the plan does not fit, ``LinkError`` if a neighbour is gone or runs something else, and
+        ``RuntimeError`` if the device fails.
+        """
+        began = time.monotonic_ns()
+        steps = self._mirror.apply(plan)
+        batch = self._batch(steps)
+        self._ring.record(SpanKind.PLAN, began, plan.number, len(steps))
+        activation = Activation(plan.epoch, plan.number, batch.rows, plan.digest)
+        inputs = self._inputs(steps, activation)
+        began = time.monotonic_ns()
+        output = self._stage.forward(inputs, batch, self._pool)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        ended = time.monotonic_ns()
+        self._ring.record(SpanKind.FORWARD, began, plan.number, batch.rows, end_ns=ended)
+        if self._sender is not None:
+            self._sender.send(activation, output)
+        return Outcome(self._sample(plan, steps, output), (ended - began) * NS)
+
+    def settle(self) -> None:
+        """Wait until the next stage has all that was sent to it."""
+        if self._sender is not None:
+            self._sender.settle()
+
+    def forget(self) -> None:
+        """As if no plan had run: a new mirror, and zeros in the pages that the old one names."""
+        pages = torch.from_numpy(np.unique(np.concatenate([self._mirror.table(slot) for slot in range(self.limits.slots)])))
+        for tensor in (*self._pool.keys, *self._pool.values):
+            tensor.index_fill_(0, pages.to(tensor.device), 0)
+        self._mirror = Mirror(self.limits)
+
+    def _batch(self, steps: list[Step]) -> StageBatch:
+        work = [
+            SequenceWork(len(step.tokens), step.start, self._mirror.table(step.slot), step.write_from, step.sample)
+            for step in steps
+        ]
+        return build_batch(work, self._pool.page_size, self._device)
+
+    def _inputs(self, steps: list[Step], activation: Activation) -> Tensor:
+        """Token ids (T,) int64 on the first stage, else the previous stage's hidden states (T, hidden)."""
+        if self._receiver is None:
+            tokens = np.concatenate([step.tokens for step in steps]).astype(np.int64)
+            return torch.from_numpy(tokens).to(self._device)
+        began = time.monotonic_ns()
+        hidden = self._receiver.receive(activation)
+        self._ring.record(SpanKind.RECEIVE, began, activation.plan, activation.tokens)
+        return hidden
+
+    def _sample(self, plan: Plan, steps: list[Step], logits: Tensor) -> tuple[Sample, ...]:
+        if self._sampler is None:
+            return ()
+        for opening in plan.openings:
+            self._sampler.open(opening)
+        self._sampler.count(steps)
+        asking = [step for step in steps if step.sample]
+        if not asking:
+            return ()
+        chosen = self._sampler.sample(logits, asking)
+        return tuple(Sample(step.slot, token, logprobs) for step, (token, logprobs) in zip(asking, chosen, strict=True))

@@ -1,0 +1,144 @@
+"""One rank made ready in two steps: its weights, then, once the planner knows what all ranks can afford, pool and groups.
+
+load --> LoadedRank -- allocate(pages, rendezvous) --> ReadyRank -- executor.run(plan), ...
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from forebay.models.config import ModelConfig, load_config
+from forebay.models.errors import ModelError
+from forebay.models.kv import KVPool, kv_page_bytes
+from forebay.models.llama import Stage, load_stage
+from forebay.models.shard import Shard, shards
+from forebay.observe.events import SpanRing
+from forebay.runtime.boot import WorkerBoot
+from forebay.runtime.execute import Executor
+from forebay.runtime.grid import Grid, Place, Rendezvous, device_of, join
+from forebay.runtime.mirror import Limits
+from forebay.runtime.sampler import Sampler
+from forebay.runtime.warmup import warm_up
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_MIB = 1 << 20
+
+
+class MemoryShortage(Exception):
+    """The rank's memory does not hold what was asked for. One line."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadyRank:
+    """``s_per_token``: measured cost of this rank's layers in prefill."""
+
+    executor: Executor
+    grid: Grid
+    s_per_token: float
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedRank:
+    """Weights are in memory. ``rendezvous`` is rank 0's, and None on the others and in a grid of one."""
+
+    boot: WorkerBoot
+    config: ModelConfig
+    shard: Shard
+    place: Place
+    device: torch.device
+    stage: Stage
+    rendezvous: Rendezvous | None
+
+    @property
+    def page_bytes(self) -> int:
+        return kv_page_bytes(self.config, self.shard, self.boot.page_size, self.stage.dtype)
+
+    @property
+    def weight_bytes(self) -> int:
+        return _parameters(self.config, self.shard) * self.stage.dtype.itemsize
+
+    def affordable_pages(self) -> int:
+        """Pages that ``device_memory`` holds. Raises ``MemoryShortage`` if that is none."""
+        pages = self.boot.device_memory // self.page_bytes
+        if not pages:
+            raise MemoryShortage(
+                f"device memory of {self.boot.device_memory} bytes holds no page of {self.page_bytes} bytes "
+                f"({self.boot.page_size} tokens on rank {self.place.rank}); "
+                "give more with --device-memory or less with --page-size"
+            )
+        return pages
+
+    def allocate(self, pages: int, address: str, ring: SpanRing) -> ReadyRank:
+        """Make the pool, meet the other ranks at ``address``, and run a few passes that leave no trace.
+
+        All ranks must call it: it waits for them. Raises ``MemoryShortage``, or ``RuntimeError`` if the grid does not come about.
+        """
+        pool = self._pool(pages)
+        grid = join(self.place, self.device, self.rendezvous, address)
+        # The group exists only now; the stage was loaded without.
+        self.stage._tp_group = grid.tp_group
+        executor = Executor(
+            self.stage,
+            pool,
+            self._limits(pages),
+            ring,
+            self.device,
+            grid.receiver(self.config.hidden_size, self.stage.dtype),
+            grid.sender(),
+            Sampler(self.config.vocab_size, self.device) if self.place.samples else None,
+        )
+        return ReadyRank(executor, grid, warm_up(executor, self.boot.epoch))
+
+    def _limits(self, pages: int) -> Limits:
+        boot = self.boot
+        # One entry more than the context needs: the last token may open a page before the request ends.
+        table_pages = -(-boot.max_context // boot.page_size) + 1
+        return Limits(boot.max_running, pages, boot.page_size, table_pages, boot.max_plan_tokens, self.config.vocab_size)
+
+    def _pool(self, pages: int) -> KVPool:
+        try:
+            return KVPool(self.config, self.shard, pages, self.boot.page_size, self.stage.dtype, self.device)
+        except (MemoryError, RuntimeError) as error:
+            if not _is_shortage(error):
+                raise
+            raise MemoryShortage(
+                f"no memory for {pages} pages of {self.page_bytes} bytes ({pages * self.page_bytes // _MIB} MiB) "
+                f"on rank {self.place.rank}; give less with --device-memory"
+            ) from error
+
+
+def load(boot: WorkerBoot) -> LoadedRank:
+    """Read this rank's share of the weights. Raises ``ModelError`` or ``MemoryShortage``, one line each."""
+    place = Place(boot.rank, boot.pp, boot.tp)
+    device = device_of(boot.device, boot.rank)
+    path = Path(boot.model_path)
+    if boot.dtype not in _DTYPES:
+        raise ModelError(f"dtype {boot.dtype} is not supported; allowed: {', '.join(_DTYPES)}")
+    config = load_config(path)
+    shard = shards(config, boot.pp, boot.tp)[place.stage][place.tp_rank]
+    try:
+        stage = load_stage(path, config, shard, _DTYPES[boot.dtype], device)
+    except (MemoryError, RuntimeError) as error:
+        if not _is_shortage(error):
+            raise
+        raise MemoryShortage(f"no memory for the weights of rank {boot.rank}; use more stages with --pp") from error
+    meets = place.rank == 0 and place.world > 1
+    return LoadedRank(boot, config, shard, place, device, stage, Rendezvous(place) if meets else None)
+
+
+def _is_shortage(error: Exception) -> bool:
+    """PyTorch's CPU allocator raises a plain RuntimeError."""
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+
+
+def _parameters(config: ModelConfig, shard: Shard) -> int:
+    """Numbers in a shard's weight matrices; norms and biases are too few to count."""
+    heads, kv_heads = len(shard.heads(config)), len(shard.kv_heads(config))
+    attention = config.hidden_size * config.head_dim * (2 * heads + 2 * kv_heads)
+    mlp = 3 * config.hidden_size * len(shard.intermediate(config))
+    table = config.vocab_size * config.hidden_size
+    tables = int(shard.is_first) + int(shard.is_last)
+    if config.tied_embeddings and shard.is_first and shard.is_last:
+        tables = 1
+    return shard.layer_count * (attention + mlp) + tables * table

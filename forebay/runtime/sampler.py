@@ -1,0 +1,197 @@
+"""Chooses tokens: from the last stage's logits and each request's parameters to token ids and log-probabilities.
+
+    logits (S, V) --> edits: bias, min_tokens, penalties --+--> greedy rows: argmax
+         |                                                 '--> sampled rows: / temperature, min_p, top_k, top_p, draw
+         '--> log-probabilities, of the logits as the model gave them
+
+The order is vLLM's (`v1/sample/sampler.py`). A draw needs one uniform number, made from (seed, output index) alone (rule R3): a
+re-run after a crash, another batch or another plan continue the same text. A filter keeps *all* tokens that tie with the last
+one it keeps, so the outcome does not depend on how a sort breaks ties. Each stage works on the rows that need it, all at once.
+"""
+
+import hashlib
+import math
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from forebay.core.messages import Opening, TokenLogprobs
+from forebay.core.sampling import SEED_BITS, SamplingParams
+from forebay.runtime.mirror import Step
+from forebay.runtime.token_counts import TokenCounts
+
+_COUNTER = struct.Struct("<QQ")
+_MANTISSA_BITS = 53
+# Tokens looked at first for top_p; the set seldom has more, and a whole sort costs ten times as much.
+_NUCLEUS_FIRST = 256
+
+Chosen = tuple[int, TokenLogprobs | None]
+
+
+def uniform(seed: int, output_index: int) -> float:
+    """The number in [0, 1) that chooses a request's token ``output_index``: the top 53 bits of BLAKE2b(seed, index)."""
+    counter = _COUNTER.pack(seed % (1 << SEED_BITS), output_index)
+    bits = int.from_bytes(hashlib.blake2b(counter, digest_size=8).digest(), "little")
+    return (bits >> (64 - _MANTISSA_BITS)) * 2.0**-_MANTISSA_BITS
+
+
+@dataclass(frozen=True, slots=True)
+class _Slot:
+    """What was worked out once for a request. ``banned``: tokens that may not come before ``params.min_tokens``."""
+
+    params: SamplingParams
+    bias_ids: Tensor
+    bias: Tensor
+    banned: Tensor
+
+    def edits(self, output_index: int) -> bool:
+        """Whether the request's logits are changed before anything is chosen."""
+        params = self.params
+        return bool(params.logit_bias) or params.has_penalties or output_index < params.min_tokens
+
+
+class Sampler:
+    """Keeps per slot what its request asked for. ``open`` a slot, ``count`` every piece of it, then ``sample``."""
+
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        self._vocab_size = vocab_size
+        self._device = device
+        self._counts = TokenCounts(vocab_size, device)
+        self._slots: dict[int, _Slot] = {}
+
+    def open(self, opening: Opening) -> None:
+        params = opening.params
+        bias = {token: value for token, value in params.logit_bias.items() if 0 <= token < self._vocab_size}
+        banned = sorted({token for token in (*opening.eos, *params.stop_token_ids) if 0 <= token < self._vocab_size})
+        self._slots[opening.slot] = _Slot(
+            params,
+            torch.tensor(list(bias), dtype=torch.int64, device=self._device),
+            torch.tensor(list(bias.values()), dtype=torch.float32, device=self._device),
+            torch.tensor(banned, dtype=torch.int64, device=self._device),
+        )
+        self._counts.open(opening)
+
+    def count(self, steps: Sequence[Step]) -> None:
+        """Note the tokens of one plan's pieces, sampled or not."""
+        for step in steps:
+            self._counts.add(step)
+
+    def sample(self, logits: Tensor, steps: Sequence[Step]) -> list[Chosen]:
+        """One token per row. ``logits``: (S, V) float32, left as they are; ``steps``: the S sampling pieces, already counted."""
+        slots = [self._slots[step.slot] for step in steps]
+        edited = self._edit(logits, steps, slots)
+        chosen = edited.argmax(dim=-1)
+        drawn = [row for row, slot in enumerate(slots) if not slot.params.is_greedy]
+        if drawn:
+            rows = torch.tensor(drawn, device=self._device)
+            chosen[rows] = self._draw(edited[rows], [slots[row].params for row in drawn], [steps[row] for row in drawn])
+        tokens: list[int] = chosen.tolist()
+        return list(zip(tokens, self._logprobs(logits, tokens, slots), strict=True))
+
+    def _edit(self, logits: Tensor, steps: Sequence[Step], slots: list[_Slot]) -> Tensor:
+        """Logits after bias, min_tokens and penalties: the same tensor if no row asks for any, else a copy."""
+        rows = [row for row, slot in enumerate(slots) if slot.edits(steps[row].output_index)]
+        if not rows:
+            return logits
+        edited = logits.clone()
+        for row in rows:
+            slot = slots[row]
+            edited[row].index_add_(0, slot.bias_ids, slot.bias)
+            if steps[row].output_index < slot.params.min_tokens:
+                edited[row, slot.banned] = -math.inf
+        penalised = [row for row in rows if slots[row].params.has_penalties]
+        if penalised:
+            index = torch.tensor(penalised, device=self._device)
+            seen, emitted = self._counts.of([steps[row].slot for row in penalised])
+            edited[index] = self._penalise(edited[index], seen, emitted, [slots[row].params for row in penalised])
+        return edited
+
+    def _penalise(self, logits: Tensor, seen: Tensor, emitted: Tensor, params: list[SamplingParams]) -> Tensor:
+        """Repetition (CTRL, arXiv 1909.05858, 4.1) over the whole text; frequency and presence (OpenAI) over the output."""
+        repetition = self._column([p.repetition_penalty for p in params])
+        frequency = self._column([p.frequency_penalty for p in params])
+        presence = self._column([p.presence_penalty for p in params])
+        repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
+        logits = torch.where(seen, repeated, logits)
+        return logits - frequency * emitted - presence * (emitted > 0)
+
+    def _draw(self, logits: Tensor, params: list[SamplingParams], steps: list[Step]) -> Tensor:
+        """Inverse of the cumulative distribution, in order of token id. ``logits`` (R, V) may be overwritten."""
+        logits /= self._column([p.temperature for p in params])
+        peaks = logits.amax(dim=-1, keepdim=True)
+        weights = self._filter(logits, peaks, params)
+        cumulated = weights.cumsum(dim=-1, dtype=torch.float64)
+        totals = cumulated[:, -1:]
+        numbers = [uniform(p.seed or 0, step.output_index) for p, step in zip(params, steps, strict=True)]
+        points = self._column(numbers, torch.float64)
+        # Strictly below the total, whatever the product rounds to: then the token found has a weight above zero.
+        targets = torch.minimum(points * totals, torch.nextafter(totals, torch.zeros_like(totals)))
+        found = torch.searchsorted(cumulated, targets, right=True).squeeze(-1)
+        return found.clamp_(max=self._vocab_size - 1)
+
+    def _filter(self, logits: Tensor, peaks: Tensor, params: list[SamplingParams]) -> Tensor:
+        """Weights (R, V): exp(logit - peak), and 0 for what min_p, then top_k, then top_p take out."""
+        weights = (logits - peaks).exp_()
+        self._cut(weights, params, lambda p: p.min_p > 0, self._min_p_floor)
+        self._cut(weights, params, lambda p: 0 < p.top_k < self._vocab_size, self._top_k_floor)
+        self._cut(weights, params, lambda p: p.top_p < 1, self._top_p_floor)
+        return weights
+
+    def _cut(
+        self,
+        weights: Tensor,
+        params: list[SamplingParams],
+        asks: Callable[[SamplingParams], bool],
+        floor: Callable[[Tensor, list[SamplingParams]], Tensor],
+    ) -> None:
+        """Zero the weights below the floor, in the rows that ask for this filter alone."""
+        rows = [row for row, p in enumerate(params) if asks(p)]
+        if len(rows) == len(params):
+            weights.masked_fill_(weights < floor(weights, params), 0.0)
+        elif rows:
+            index = torch.tensor(rows, device=self._device)
+            part = weights[index]
+            weights[index] = part.masked_fill(part < floor(part, [params[row] for row in rows]), 0.0)
+
+    def _min_p_floor(self, weights: Tensor, params: list[SamplingParams]) -> Tensor:
+        # The largest weight is exp(0) = 1.
+        return self._column([p.min_p for p in params])
+
+    def _top_k_floor(self, weights: Tensor, params: list[SamplingParams]) -> Tensor:
+        largest = weights.topk(max(p.top_k for p in params), dim=-1).values
+        return largest.gather(1, torch.tensor([[p.top_k - 1] for p in params], device=self._device))
+
+    def _top_p_floor(self, weights: Tensor, params: list[SamplingParams]) -> Tensor:
+        """Weight of the last token of the smallest set of likeliest tokens whose share is at least top_p (arXiv 1904.09751)."""
+        needed = weights.sum(dim=-1, keepdim=True, dtype=torch.float64) * self._column([p.top_p for p in params], torch.float64)
+        count = min(_NUCLEUS_FIRST, self._vocab_size)
+        while True:
+            largest = weights.topk(count, dim=-1).values
+            shares = largest.cumsum(dim=-1, dtype=torch.float64)
+            if count == self._vocab_size or bool((shares[:, -1:] >= needed).all()):
+                break
+            count = min(16 * count, self._vocab_size)
+        last = torch.searchsorted(shares, needed).clamp_(max=count - 1)
+        return largest.gather(1, last)
+
+    def _logprobs(self, logits: Tensor, tokens: list[int], slots: list[_Slot]) -> list[TokenLogprobs | None]:
+        """Of the chosen token and the most likely ones, for the rows that ask; log-softmax in float32 over raw logits."""
+        found: list[TokenLogprobs | None] = [None] * len(slots)
+        rows = [row for row, slot in enumerate(slots) if slot.params.logprobs is not None]
+        if not rows:
+            return found
+        index = torch.tensor(rows, device=self._device)
+        logprobs = logits[index].log_softmax(dim=-1)
+        chosen = logprobs.gather(1, torch.tensor([[tokens[row]] for row in rows], device=self._device)).squeeze(1).tolist()
+        top = logprobs.topk(min(max(slots[row].params.logprobs or 0 for row in rows), self._vocab_size), dim=-1)
+        for row, own, values, ids in zip(rows, chosen, top.values.tolist(), top.indices.tolist(), strict=True):
+            count = slots[row].params.logprobs or 0
+            found[row] = TokenLogprobs(own, tuple(ids[:count]), tuple(values[:count]))
+        return found
+
+    def _column(self, values: list[float], dtype: torch.dtype = torch.float32) -> Tensor:
+        """(len(values), 1)"""
+        return torch.tensor(values, dtype=dtype, device=self._device).unsqueeze(1)

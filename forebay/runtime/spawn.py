@@ -1,0 +1,34 @@
+"""Starts one rank's process. Its world travels over its standard input (`runtime.boot`), never over the command line."""
+
+import contextlib
+import os
+import subprocess
+import sys
+
+from forebay.runtime.boot import WorkerBoot, frame_boot
+
+# Thread pools read these when their libraries load, so they must stand before the child's first import. Ranks of one replica
+# are on one machine, hence the loopback interface: gloo would otherwise bind to whatever the host name resolves to.
+_THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+_NETWORK_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+
+
+def spawn_worker(boot: WorkerBoot) -> subprocess.Popen[bytes]:
+    """Start the rank that ``boot`` describes; its stdout and stderr are the caller's.
+
+    Call it from the thread that lives as long as this process: the kernel ends the child with the *thread* that made it
+    (``PR_SET_PDEATHSIG``, prctl(2)). The child's stdin stays open in the result. A child that died at once shows by its exit
+    status, not by an exception here. Raises ``OSError`` if no process can be made.
+    """
+    environment = dict(os.environ)
+    environment.update({name: str(boot.threads) for name in _THREAD_VARIABLES})
+    for name in _NETWORK_VARIABLES:
+        environment.setdefault(name, "lo")
+    # -P: a file called torch.py in the user's directory must not become the worker's torch.
+    command = [sys.executable, "-P", "-m", "forebay.runtime.worker"]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment)
+    assert process.stdin is not None
+    with contextlib.suppress(BrokenPipeError):
+        process.stdin.write(frame_boot(boot))
+        process.stdin.flush()
+    return process

@@ -1,0 +1,142 @@
+"""One rank's process: `python -m forebay.runtime.worker`, its boot document on standard input.
+
+    Hello --> load weights --> Loaded --> wait for Allocate --> pool, groups, warm-up --> Ready --> plans, one by one --> Stop
+                |                            |                      |                                |
+                '-------------- any error: one Fault with one clear line, exit status 1 -------------'
+
+It holds bytes and does work; it decides nothing. Its life ends with its parent's (the planner), with a Stop, or with a Fault.
+Two threads: this one computes, `worker_io` keeps in touch with the planner meanwhile.
+"""
+
+import os
+import sys
+import traceback
+from pathlib import Path
+
+import torch
+import zmq
+
+from forebay.core.messages import (
+    Allocate,
+    Fault,
+    FromWorker,
+    Hello,
+    Loaded,
+    Plan,
+    PlanDone,
+    Ready,
+    Stop,
+    decode_to_worker,
+    encode,
+)
+from forebay.models.errors import ModelError
+from forebay.observe.events import SpanRing
+from forebay.runtime.boot import WorkerBoot, die_with_parent, read_boot
+from forebay.runtime.execute import Executor
+from forebay.runtime.mirror import PlanError
+from forebay.runtime.rank import MemoryShortage, load
+from forebay.runtime.stage_link import LinkError
+from forebay.runtime.worker_io import WorkerIo, connect
+
+# Errors that say themselves, in one line, what is wrong and what to do.
+_CLEAR = (ModelError, MemoryShortage, PlanError, LinkError)
+
+
+class Worker:
+    """The compute loop and what it needs to speak with the planner."""
+
+    def __init__(self, boot: WorkerBoot) -> None:
+        self._boot = boot
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._channel = connect(self._context, boot.plan_endpoint, boot.plan_identity)
+        self._io = WorkerIo(self._context, boot.io_endpoint, boot.io_identity, boot.epoch, boot.rank)
+        self._ring = SpanRing(f"rank {boot.rank}")
+
+    def run(self) -> int:
+        """Serve until Stop; returns the exit status. Every failure becomes one Fault."""
+        self._io.start()
+        try:
+            reason = self._serve()
+        except Exception as error:  # the supervisor of this process: it reports and ends
+            self._report(error)
+            return 1
+        self._dump(self._boot.timeline_dir, reason)
+        self._io.stop()
+        self._close()
+        return 0
+
+    def _serve(self) -> str:
+        """From Hello to Stop; returns the reason it was given."""
+        boot = self._boot
+        self._send(Hello(boot.epoch, boot.rank, os.getpid()))
+        loaded = load(boot)
+        address = loaded.rendezvous.address if loaded.rendezvous is not None else ""
+        self._send(Loaded(boot.epoch, boot.rank, loaded.affordable_pages(), loaded.weight_bytes, address))
+        message = self._receive()
+        if isinstance(message, Stop):
+            return message.reason
+        if not isinstance(message, Allocate):
+            raise PlanError(f"{type(message).__name__} came before Allocate")
+        ready = loaded.allocate(message.device_pages, message.rendezvous, self._ring)
+        self._send(Ready(boot.epoch, boot.rank, ready.s_per_token))
+        reason = self._run_plans(ready.executor)
+        ready.executor.settle()
+        ready.grid.leave()
+        return reason
+
+    def _run_plans(self, executor: Executor) -> str:
+        boot = self._boot
+        while not isinstance(message := self._receive(), Stop):
+            if not isinstance(message, Plan):
+                raise PlanError(f"{type(message).__name__} came where plans are run")
+            self._io.applied = message.number
+            outcome = executor.run(message)
+            self._send(PlanDone(boot.epoch, boot.rank, message.number, outcome.samples, outcome.forward_s))
+        return message.reason
+
+    def _receive(self) -> Allocate | Plan | Stop:
+        """The next message of this epoch; others are dropped (rule R1)."""
+        while True:
+            message = decode_to_worker(self._channel.recv())
+            if message.epoch == self._boot.epoch:
+                return message
+
+    def _send(self, message: FromWorker) -> None:
+        self._channel.send(encode(message))
+
+    def _report(self, error: Exception) -> None:
+        """Tell the planner in one line, keep the ring, and hand both over before the process ends."""
+        text = str(error)
+        if not isinstance(error, _CLEAR):
+            traceback.print_exception(error)
+            text = f"{type(error).__name__}: {error}"
+        self._send(Fault(self._boot.epoch, self._boot.rank, self._io.applied, " ".join(text.split())))
+        self._dump(self._boot.flight_dir, text)
+        self._io.stop()
+        self._close()
+
+    def _dump(self, directory: str | None, reason: str) -> None:
+        if directory is not None:
+            name = f"epoch-{self._boot.epoch}.rank-{self._boot.rank}.flight"
+            self._ring.dump(Path(directory) / name, os.getpid(), reason)
+
+    def _close(self) -> None:
+        self._channel.close()
+        self._context.term()
+
+
+def main() -> None:
+    """Entry point of the process. Exit status 0 after Stop, 1 after a Fault."""
+    boot = read_boot(WorkerBoot)
+    die_with_parent(boot.parent_pid)
+    torch.set_num_threads(boot.threads)
+    torch.set_num_interop_threads(1)
+    status = Worker(boot).run()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Not through interpreter shutdown: after a Fault, groups whose other ranks are gone would be waited for there.
+    os._exit(status)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""The worker's I/O thread: it speaks with the planner while the compute loop is in a long forward.
+
+Today it says once a second that the process lives and which plan it has begun; it also notices when the planner's socket is
+gone. It has a channel of its own, since a zmq socket belongs to one thread, and torch releases the interpreter lock in kernels.
+"""
+
+import contextlib
+import os
+import sys
+import threading
+
+import zmq
+
+from forebay.core.messages import Heartbeat, encode
+
+HEARTBEAT_S = 1.0
+# Time for the compute loop to read a Stop that the planner sent just before it closed its sockets.
+_ORPHAN_GRACE_S = 5.0
+_QUEUE_MESSAGES = 4096
+_LINGER_MS = 2000
+
+
+class WorkerIo(threading.Thread):
+    """Start it once; ``applied`` may be set at any time by the compute loop; ``stop`` ends it."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, identity: bytes, epoch: int, rank: int) -> None:
+        super().__init__(name="worker-io", daemon=True)
+        self._context = context
+        self._endpoint = endpoint
+        self._identity = identity
+        self._epoch = epoch
+        self._rank = rank
+        self._wake = os.eventfd(0)
+        self._ended = threading.Event()
+        self.applied = -1
+        """The last plan that the compute loop has begun."""
+
+    def run(self) -> None:
+        socket = connect(self._context, self._endpoint, self._identity)
+        monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        poller = zmq.Poller()
+        poller.register(monitor, zmq.POLLIN)
+        poller.register(self._wake, zmq.POLLIN)
+        try:
+            while not self._ended.is_set():
+                self._beat(socket)
+                if monitor in dict(poller.poll(int(HEARTBEAT_S * 1000))):
+                    self._end_as_orphan()
+        finally:
+            socket.disable_monitor()
+            monitor.close(linger=0)
+            socket.close(linger=0)
+            os.close(self._wake)
+
+    def stop(self) -> None:
+        """End the thread and wait for it."""
+        self._ended.set()
+        os.eventfd_write(self._wake, 1)
+        self.join()
+
+    def _beat(self, socket: zmq.Socket[bytes]) -> None:
+        # A full queue means that the planner reads nothing: one heartbeat more would not tell it anything.
+        with contextlib.suppress(zmq.Again):
+            socket.send(encode(Heartbeat(self._epoch, self._rank, self.applied)), zmq.NOBLOCK)
+
+    def _end_as_orphan(self) -> None:
+        """The planner has left us, and the compute loop may be waiting for a neighbour that is ending too."""
+        if not self._ended.wait(_ORPHAN_GRACE_S):
+            sys.stderr.write(f"rank {self._rank}: the planner's socket is gone; ending\n")
+            sys.stderr.flush()
+            os._exit(1)
+
+
+def connect(context: zmq.Context[zmq.Socket[bytes]], endpoint: str, identity: bytes) -> zmq.Socket[bytes]:
+    """A DEALER of ours to the planner's ROUTER. Its queues hold far more messages than plans can be in flight (rule R1)."""
+    socket = context.socket(zmq.DEALER)
+    socket.setsockopt(zmq.ROUTING_ID, identity)
+    socket.setsockopt(zmq.SNDHWM, _QUEUE_MESSAGES)
+    socket.setsockopt(zmq.RCVHWM, _QUEUE_MESSAGES)
+    # A message of the end, a Fault say, still goes out; but nothing waits long for a planner that is gone.
+    socket.setsockopt(zmq.LINGER, _LINGER_MS)
+    socket.connect(endpoint)
+    return socket
