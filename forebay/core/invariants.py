@@ -77,9 +77,7 @@ def _check_flight(replica: Replica, cache: DeviceCache) -> None:
     assert len(numbers) <= replica.config.pp, "I5: more plans in flight than stages"
     for record in replica.in_flight:
         assert record.waits_for, "I5: an acknowledged plan has not retired"
-    assert all(cache.retired < number <= replica.built for number in cache.fence_numbers), (
-        "I4: a fence waits for no plan in flight"
-    )
+    assert all(cache.retired < number <= replica.built for number in cache.fence_numbers), "I4: a fence waits for no plan in flight"
     for request in replica.running:
         assert request.last_plan <= replica.built, "I4: a request names a plan that was not built"
 
@@ -91,9 +89,7 @@ def _check_places(replica: Replica) -> None:
     running = {request.request_id for request in replica.running}
     assert not waiting & running and waiting | running == set(replica.requests), "I6: requests are lost or in two places"
     for request in replica.waiting:
-        assert request.state is RequestState.WAITING and not request.table and not request.nodes, (
-            "I6: a waiting request holds pages"
-        )
+        assert request.state is RequestState.WAITING and not request.table and not request.nodes, "I6: a waiting request holds pages"
     for hash, request in replica.computing.items():
         assert request.state is RequestState.RUNNING, "I9: a request that does not run is to compute a page"
         assert hash in request.hashes[len(request.nodes) :], "I9: the page was computed already"

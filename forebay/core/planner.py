@@ -6,7 +6,7 @@ One step:   take events -> retire plans -> watch the grid -> flush -> admit -> b
 
     STARTING --GridReady--> READY --lost rank, silence, late plan--> RESTARTING --GridReady--> READY
         |                                                                 |
-        '---GridLost---> FAILED <--------- restarts without progress -----'
+        '--hopeless, or lost again and again--> FAILED <-- the same ------'
 
 A step that built a plan may be able to build another; call again until ``effects.plan`` is None.
 """
@@ -48,10 +48,14 @@ class GridReady:
 
 @dataclass(frozen=True, slots=True)
 class GridLost:
-    """A rank of ``epoch`` died, said that it cannot go on, or broke the protocol."""
+    """A rank of ``epoch`` died, said that it cannot go on, or broke the protocol.
+
+    ``hopeless``: it said so while it loaded (a bad file, too little memory), so before the first `GridReady` no other try would help.
+    """
 
     epoch: int
     reason: str
+    hopeless: bool = False
 
 
 Event = Submit | Abort | Flush | PlanDone | Heartbeat | GridReady | GridLost
@@ -90,6 +94,7 @@ class Planner:
         self.counters = Counters()
         self._flushes: deque[PendingFlush] = deque()
         self._restarts_without_progress = 0
+        self._was_ready = False
         self._heard: list[float] = []
         self._effects = Effects()
 
@@ -135,7 +140,7 @@ class Planner:
                     self._grid_ready(now, event)
             case GridLost():
                 if event.epoch == self.epoch and self.state is not GridState.FAILED:
-                    self._lose_grid(event.reason)
+                    self._lose_grid(event.reason, event.hopeless)
 
     # ------------------------------------------------------------------------------------------ requests
 
@@ -255,6 +260,7 @@ class Planner:
         replica = self.replica
         replica.start_epoch(ready.device_pages, ready.s_per_token, now)
         self._heard = [now] * self.config.ranks
+        self._was_ready = True
         self._set_state(GridState.READY, "")
         for request in replica.waiting:
             too_long = self._too_long(request)
@@ -275,9 +281,9 @@ class Planner:
                 ranks = sorted(in_flight[0].waits_for)
                 self._lose_grid(f"plan {in_flight[0].number} waits for ranks {ranks} since {waited:.1f} s (limit {limit:.1f} s)")
 
-    def _lose_grid(self, reason: str) -> None:
+    def _lose_grid(self, reason: str, hopeless: bool = False) -> None:
         """A new epoch: device pages forgotten, requests kept with the tokens they have emitted (rule R3)."""
-        if self.state is GridState.STARTING:
+        if hopeless and not self._was_ready:
             self._fail(reason)
             return
         self._restarts_without_progress += 1
@@ -288,7 +294,7 @@ class Planner:
         self.epoch += 1
         self.counters.worker_restarts += 1
         self._effects.restart = reason
-        self._set_state(GridState.RESTARTING, reason)
+        self._set_state(GridState.RESTARTING if self._was_ready else GridState.STARTING, reason)
 
     def _fail(self, reason: str) -> None:
         for request in tuple(self.replica.requests.values()):

@@ -84,7 +84,7 @@ class Ranks:
             case PlanDone() | Heartbeat():
                 return message if self._started else None
             case Fault():
-                return GridLost(self.epoch, self._why(f"rank {rank}: {message.text}"))
+                return self._fault(f"rank {rank}: {message.text}")
         return None
 
     def watch(self, now: float) -> GridLost | None:
@@ -144,13 +144,13 @@ class Ranks:
         seconds = sum(message.s_per_token for message in ready if message is not None)
         return GridReady(self.epoch, min(pages, self._max_pages), seconds)
 
-    def _why(self, said: str) -> str:
-        """A rank that was killed explains what its neighbours complain of."""
+    def _fault(self, said: str) -> GridLost:
+        """A rank that was killed explains what its neighbours complain of; alone, a complaint of the start would only come again."""
         for index, rank in enumerate(self._ranks):
             code = rank.process.poll()
             if code is not None and code < 0:
-                return f"rank {index} (process {rank.process.pid}) {_ending(code)}"
-        return said
+                return GridLost(self.epoch, f"rank {index} (process {rank.process.pid}) {_ending(code)}")
+        return GridLost(self.epoch, said, hopeless=not self._started)
 
 
 def _for_rank(

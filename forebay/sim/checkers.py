@@ -1,0 +1,96 @@
+"""What must be true of a history, seen from outside: by what went to the grid and what came back to the client."""
+
+from collections import defaultdict
+
+from forebay.core.messages import FinishReason, Output, Plan, PlanDone, Submit
+from forebay.sim.model import expected_tokens
+
+ENDED_EARLY = frozenset({FinishReason.ABORT, FinishReason.ERROR})
+REJECTED = frozenset({FinishReason.REJECTED_FULL, FinishReason.REJECTED_TOO_LONG})
+
+
+class FenceChecker:
+    """Rule R5: no page is given out for writing while a plan in flight names it for another request."""
+
+    def __init__(self, ranks: int, page_size: int) -> None:
+        self._ranks = ranks
+        self._page_size = page_size
+        self._tables: dict[int, list[int]] = {}
+        self._owner: dict[int, str] = {}
+        self._named: dict[int, dict[int, str]] = {}  # plan -> page -> request
+        self._acks: dict[int, int] = defaultdict(int)
+
+    def plan_sent(self, plan: Plan) -> None:
+        in_flight = list(self._named.values())
+        named: dict[int, str] = {}
+        for opening in plan.openings:
+            self._tables[opening.slot] = []
+            self._owner[opening.slot] = opening.request_id
+        for remap in plan.remaps:
+            self._tables[remap.slot][remap.index] = remap.page
+        for piece in plan.pieces:
+            table, owner = self._tables[piece.slot], self._owner[piece.slot]
+            first_new = len(table)
+            table.extend(piece.pages)
+            for index in range(max(first_new, -(-piece.write_from // self._page_size)), len(table)):
+                for pages in in_flight:
+                    other = pages.get(table[index], owner)
+                    assert other == owner, f"R5: page {table[index]} goes to {owner} in plan {plan.number}, {other} still uses it"
+            named.update((page, owner) for page in table)
+        self._named[plan.number] = named
+
+    def acknowledged(self, done: PlanDone) -> None:
+        self._acks[done.number] += 1
+        if self._acks[done.number] == self._ranks:
+            self._named.pop(done.number, None)
+
+
+class ClientChecker:
+    """Every accepted request gets exactly its tokens, exactly once, and exactly one end."""
+
+    def __init__(self, max_context: int) -> None:
+        self._max_context = max_context
+        self._submits: dict[str, Submit] = {}
+        self._aborted: set[str] = set()
+        self.tokens: dict[str, list[int]] = {}
+        self.finish: dict[str, FinishReason] = {}
+        self.usage_seen: set[str] = set()
+
+    def submitted(self, submit: Submit) -> None:
+        self._submits[submit.request_id] = submit
+        self.tokens[submit.request_id] = []
+
+    def aborted(self, request_id: str) -> None:
+        self._aborted.add(request_id)
+
+    def output(self, output: Output) -> None:
+        request_id = output.request_id
+        assert request_id in self._submits, f"output for {request_id}, which nobody asked for"
+        assert request_id not in self.finish, f"output for {request_id} after its end"
+        assert len(output.logprobs) in (0, len(output.tokens)), "log-probabilities without their tokens"
+        if output.usage is not None:
+            assert output.tokens and request_id not in self.usage_seen, f"usage of {request_id} comes with its first token, once"
+            self.usage_seen.add(request_id)
+        if output.tokens:
+            assert request_id in self.usage_seen, f"tokens of {request_id} before its usage"
+        self.tokens[request_id] += output.tokens
+        if output.finish is not None:
+            self.finish[request_id] = output.finish
+
+    def open(self) -> list[str]:
+        """Requests that have not ended."""
+        return [request_id for request_id in self._submits if request_id not in self.finish]
+
+    def check(self) -> None:
+        """At the end of a history."""
+        assert not self.open(), f"requests {self.open()} never ended"
+        for request_id, submit in self._submits.items():
+            got, reason = self.tokens[request_id], self.finish[request_id]
+            wanted, wanted_reason = expected_tokens(submit, self._max_context)
+            if reason in REJECTED:
+                assert not got, f"{request_id} was rejected after tokens"
+            elif reason in ENDED_EARLY:
+                assert got == wanted[: len(got)] and len(got) < len(wanted), f"{request_id} ended early with wrong tokens"
+                assert reason is FinishReason.ERROR or request_id in self._aborted, f"{request_id} was aborted by nobody"
+            else:
+                assert got == wanted and reason is wanted_reason, f"{request_id}: got {got} {reason}, not {wanted} {wanted_reason}"

@@ -1,0 +1,196 @@
+"""A grid of fake ranks: real messages in and out, pages of stamps instead of K/V, virtual time instead of work.
+
+    plan ──> inbox of every rank (in order)          a rank runs plan n once it has run n-1 and, past the first stage,
+    stage 0 ──activation──> stage 1 ──> ...          the stage before has handed over plan n's hidden states
+    rank ──PlanDone──> planner (in order per rank)
+
+A rank applies plans to its own mirror and checks the digest from it (rule R2). Every read of a position compares what the page holds
+with what the token prefix demands, so a wrong, stale or unfinished page is caught at that read.
+"""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from forebay.core.digest import ZERO, PlanDigest
+from forebay.core.messages import Piece, Plan, PlanDone, Sample, TokenLogprobs, unpack_tokens
+from forebay.sim import model
+from forebay.sim.heap import Channel, EventHeap
+
+
+class ContentError(AssertionError):
+    """A forward pass has read a page that does not hold what it should."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Seconds: a plan's forward time on a rank lies between ``forward_low`` and ``forward_high``, a message's delay likewise."""
+
+    forward_low: float
+    forward_high: float
+    delay_low: float
+    delay_high: float
+
+
+@dataclass
+class _Slot:
+    request_id: str
+    table: list[int] = field(default_factory=list)
+    length: int = 0
+
+
+class Truth:
+    """What every request's tokens really are, kept by the history and not by the system under test."""
+
+    def __init__(self) -> None:
+        self._stamps: dict[str, list[int]] = {}
+        self._seeds: dict[str, int] = {}
+
+    def add(self, request_id: str, stamps: list[int], seed: int) -> None:
+        """``stamps`` of prompt and all tokens that the request can ever emit."""
+        self._stamps[request_id] = stamps
+        self._seeds[request_id] = seed
+
+    def stamp(self, request_id: str, position: int) -> int:
+        return self._stamps[request_id][position]
+
+    def token_after(self, request_id: str, position: int) -> int:
+        return model.next_token(self._stamps[request_id][position], self._seeds[request_id])
+
+
+class FakeRank:
+    """One rank's pages and mirror."""
+
+    def __init__(self, rank: int, page_size: int, pages: int, truth: Truth) -> None:
+        self.rank = rank
+        self.inbox: list[Plan] = []
+        self.handed: set[int] = set()  # plans whose activations have arrived
+        self.busy = False
+        self.paused = False
+        self._page_size = page_size
+        self._pages: list[list[int | None]] = [[None] * page_size for _ in range(pages)]
+        self._slots: dict[int, _Slot] = {}
+        self._digest = ZERO
+        self._truth = truth
+
+    def apply(self, plan: Plan) -> tuple[Sample, ...]:
+        """Run one plan; the samples that the last stage would draw."""
+        for opening in plan.openings:
+            self._slots[opening.slot] = _Slot(opening.request_id)
+        for remap in plan.remaps:
+            self._slots[remap.slot].table[remap.index] = remap.page
+        for piece in plan.pieces:
+            slot = self._slots[piece.slot]
+            slot.table.extend(piece.pages)
+            slot.length = piece.start
+        self._check_digest(plan)
+        for piece in plan.pieces:
+            self._write(piece)
+        samples = []
+        for piece in plan.pieces:
+            self._read(plan, piece)
+            if piece.sample:
+                slot = self._slots[piece.slot]
+                token = self._truth.token_after(slot.request_id, slot.length - 1)
+                samples.append(Sample(piece.slot, token, TokenLogprobs(-1.0)))
+        return tuple(samples)
+
+    def _write(self, piece: Piece) -> None:
+        slot = self._slots[piece.slot]
+        slot.length = piece.start + len(unpack_tokens(piece.tokens))
+        for position in range(max(piece.start, piece.write_from), slot.length):
+            page = slot.table[position // self._page_size]
+            self._pages[page][position % self._page_size] = self._truth.stamp(slot.request_id, position)
+
+    def _read(self, plan: Plan, piece: Piece) -> None:
+        slot = self._slots[piece.slot]
+        for position in range(slot.length):
+            page = slot.table[position // self._page_size]
+            held = self._pages[page][position % self._page_size]
+            if held != self._truth.stamp(slot.request_id, position):
+                raise ContentError(
+                    f"plan {plan.number}, rank {self.rank}: page {page} does not hold position {position} of {slot.request_id}"
+                )
+
+    def _check_digest(self, plan: Plan) -> None:
+        digest = PlanDigest(self._digest, plan.number)
+        for remap in plan.remaps:
+            digest.remap(remap.slot, remap.index, self._slots[remap.slot].table[remap.index])
+        for piece in plan.pieces:
+            table = self._slots[piece.slot].table
+            appended = table[len(table) - len(piece.pages) :]
+            digest.piece(piece.slot, piece.start, piece.tokens, appended, len(table), piece.write_from, piece.sample)
+        self._digest = digest.value
+        assert self._digest == plan.digest, f"rank {self.rank}: digests first differ at plan {plan.number}"
+
+
+class FakeGrid:
+    """All ranks of one epoch. ``tell``: delivers a message to the planner, in order per rank."""
+
+    def __init__(
+        self,
+        heap: EventHeap,
+        randomness: random.Random,
+        timing: Timing,
+        shape: tuple[int, int],
+        pages: tuple[int, int],
+        epoch: int,
+        truth: Truth,
+        tell: Callable[[PlanDone], None],
+    ) -> None:
+        """``shape``: (pp, tp). ``pages``: (count, tokens of one)."""
+        self.epoch = epoch
+        self._pp, self._tp = shape
+        self._heap, self._random, self._timing, self._tell = heap, randomness, timing, tell
+        count = self._pp * self._tp
+        self.ranks = [FakeRank(rank, pages[1], pages[0], truth) for rank in range(count)]
+        self._plans = [Channel(heap) for _ in range(count)]
+        self._acks = [Channel(heap) for _ in range(count)]
+        self.dead = False
+
+    def send(self, plan: Plan) -> None:
+        for rank, channel in zip(self.ranks, self._plans, strict=True):
+            channel.send(self._delay(), lambda rank=rank: self._receive(rank, plan))  # type: ignore[misc]
+
+    def pause(self, rank: int) -> None:
+        """The rank finishes what it runs and then never does anything again."""
+        self.ranks[rank].paused = True
+
+    def kill(self) -> None:
+        """Nothing runs any more; acknowledgements on their way still arrive."""
+        self.dead = True
+
+    def _delay(self) -> float:
+        return self._random.uniform(self._timing.delay_low, self._timing.delay_high)
+
+    def _receive(self, rank: FakeRank, plan: Plan) -> None:
+        rank.inbox.append(plan)
+        self._try_run(rank)
+
+    def _try_run(self, rank: FakeRank) -> None:
+        if self.dead or rank.busy or rank.paused or not rank.inbox:
+            return
+        if rank.rank >= self._tp and rank.inbox[0].number not in rank.handed:
+            return
+        rank.busy = True
+        plan = rank.inbox.pop(0)
+        seconds = self._random.uniform(self._timing.forward_low, self._timing.forward_high)
+        self._heap.after(seconds, lambda: self._finish(rank, plan))
+
+    def _finish(self, rank: FakeRank, plan: Plan) -> None:
+        if self.dead:
+            return
+        rank.busy = False
+        samples = rank.apply(plan)
+        rank.handed.discard(plan.number)
+        following = rank.rank + self._tp
+        if following < len(self.ranks):
+            self._heap.after(self._delay(), lambda: self._hand_over(self.ranks[following], plan.number))
+        is_sampler = rank.rank == (self._pp - 1) * self._tp
+        done = PlanDone(self.epoch, rank.rank, plan.number, samples if is_sampler else (), 0.0)
+        self._acks[rank.rank].send(self._delay(), lambda: self._tell(done))
+        self._try_run(rank)
+
+    def _hand_over(self, rank: FakeRank, number: int) -> None:
+        rank.handed.add(number)
+        self._try_run(rank)

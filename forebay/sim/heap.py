@@ -1,0 +1,44 @@
+"""Virtual time: a heap of things to happen, with channels that keep their own order."""
+
+import heapq
+from collections.abc import Callable
+
+Action = Callable[[], None]
+
+
+class EventHeap:
+    """Actions by time; equal times in the order in which they were scheduled."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._heap: list[tuple[float, int, Action]] = []
+        self._serial = 0
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+    def at(self, time: float, action: Action) -> None:
+        assert time >= self.now, "nothing happens in the past"
+        self._serial += 1
+        heapq.heappush(self._heap, (time, self._serial, action))
+
+    def after(self, delay: float, action: Action) -> None:
+        self.at(self.now + delay, action)
+
+    def run_next(self) -> None:
+        """Advance to the next action's time and run it, with all others of that very time."""
+        self.now = self._heap[0][0]
+        while self._heap and self._heap[0][0] == self.now:
+            heapq.heappop(self._heap)[2]()
+
+
+class Channel:
+    """Delivers in order, each message after its own delay but never before an earlier one: a socket, in virtual time."""
+
+    def __init__(self, heap: EventHeap) -> None:
+        self._heap = heap
+        self._last = 0.0
+
+    def send(self, delay: float, action: Action) -> None:
+        self._last = max(self._heap.now + delay, self._last)
+        self._heap.at(self._last, action)
