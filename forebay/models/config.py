@@ -112,8 +112,7 @@ def parse_config(raw: Mapping[str, Any], generation: Mapping[str, Any], where: s
     architecture = ARCHITECTURES.get(name) if isinstance(name, str) else None
     if architecture is None:
         raise ModelError(
-            f"{where}: architecture {name!r} is not supported; allowed: {', '.join(sorted(ARCHITECTURES))}; "
-            "use a model of one of these"
+            f"{where}: architecture {name!r} is not supported; allowed: {', '.join(sorted(ARCHITECTURES))}; use a model of one of these"
         )
     assert isinstance(name, str)
     read = _Reader(raw, where)
@@ -259,9 +258,7 @@ def _rope(raw: Mapping[str, Any], max_context: int, where: str) -> tuple[float, 
     if kind == "default":
         return float(theta), None
     if kind not in ("linear", "llama3", "yarn"):
-        raise ModelError(
-            f"{where}: rope scaling {kind!r} is not supported; allowed: default, linear, llama3, yarn; use another model"
-        )
+        raise ModelError(f"{where}: rope scaling {kind!r} is not supported; allowed: default, linear, llama3, yarn; use another model")
     return float(theta), _scaling(kind, parameters, max_context, raw, where)
 
 

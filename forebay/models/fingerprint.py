@@ -27,7 +27,7 @@ def weight_files(path: Path) -> list[Path]:
         return [path / SINGLE_NAME]
     if not (path / INDEX_NAME).is_file():
         raise ModelError(
-            f"{path}: has neither {SINGLE_NAME} nor {INDEX_NAME}; weights must be safetensors; convert the model or check the path"
+            f"{path}: has neither {SINGLE_NAME} nor {INDEX_NAME}; weights must be safetensors; convert them or check the path"
         )
     files = sorted(set(read_index(path).values()))
     for file in files:

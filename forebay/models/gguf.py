@@ -84,9 +84,7 @@ def convert_gguf(file: Path) -> Path:
             if not target.is_dir():
                 _build(file, target)
     except OSError as error:
-        raise ModelError(
-            f"{target}: cannot be written ({error}); free space or set FOREBAY_CACHE_DIR to another directory"
-        ) from None
+        raise ModelError(f"{target}: cannot be written ({error}); free space or set FOREBAY_CACHE_DIR to another directory") from None
     return target
 
 
@@ -181,8 +179,7 @@ def _source(tensor: Any, permuted: Mapping[str, int], file: Path) -> _Source:
         name = f"model.layers.{int(block[1])}.{_LAYER_NAMES[block[2]]}.{suffix}"
         return _Source(name, shape, tensor.data, tensor.tensor_type, permuted.get(block[2], 0))
     raise ModelError(
-        f"{file}: tensor {tensor.name} is no part of a plain Llama model; "
-        "use a Hugging Face directory of this model, or another one"
+        f"{file}: tensor {tensor.name} is no part of a plain Llama model; use a Hugging Face directory of this model, or another one"
     )
 
 

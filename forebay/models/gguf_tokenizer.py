@@ -104,9 +104,7 @@ def _sentencepiece(tokens: Sequence[str], metadata: Mapping[str, Any]) -> Tokeni
     """Sentencepiece BPE with byte fallback; merges from the file, or recovered from the vocabulary's scores."""
     vocab = {token: index for index, token in enumerate(tokens)}
     stated = metadata.get("tokenizer.ggml.merges")
-    merges = (
-        [tuple(merge.split(" ")) for merge in stated] if stated else _merges_from_scores(vocab, metadata["tokenizer.ggml.scores"])
-    )
+    merges = [tuple(merge.split(" ")) for merge in stated] if stated else _merges_from_scores(vocab, metadata["tokenizer.ggml.scores"])
     tokenizer = Tokenizer(BPE(vocab=vocab, merges=merges, fuse_unk=True, byte_fallback=True))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme="always", split=False)
     tokenizer.decoder = decoders.Sequence(

@@ -23,9 +23,7 @@ def kv_page_bytes(config: ModelConfig, shard: Shard, page_size: int, dtype: torc
 class KVPool:
     """`pages` pages for the layers and key/value heads of `shard`, zero-filled, on `device`."""
 
-    def __init__(
-        self, config: ModelConfig, shard: Shard, pages: int, page_size: int, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, config: ModelConfig, shard: Shard, pages: int, page_size: int, dtype: torch.dtype, device: torch.device) -> None:
         assert pages > 0 and page_size > 0, (pages, page_size)
         self.pages = pages
         self.page_size = page_size

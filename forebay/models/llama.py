@@ -212,9 +212,7 @@ class _Loader:
 
     def _by_rows(self, prefix: str, outputs: tuple[tuple[str, int, range], ...], inputs: int, bias: bool) -> Linear:
         """Projections of one input, stacked; each rank holds some outputs."""
-        weights = [
-            self.files.read(f"{prefix}{name}.weight", (size, inputs), self.dtype, rows=part) for name, size, part in outputs
-        ]
+        weights = [self.files.read(f"{prefix}{name}.weight", (size, inputs), self.dtype, rows=part) for name, size, part in outputs]
         biases = [self.vector(f"{prefix}{name}.bias", size, part) for name, size, part in outputs] if bias else None
         return Linear(torch.cat(weights).to(self.device), None if biases is None else torch.cat(biases))
 

@@ -70,9 +70,7 @@ def _llama3(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
     """Long waves are slowed by `factor`, short ones kept, those between interpolated."""
     waves = 2 * math.pi / frequencies
     long, short = (scaling.original_max_context / f for f in (scaling.low_freq_factor, scaling.high_freq_factor))
-    smooth = (scaling.original_max_context / waves - scaling.low_freq_factor) / (
-        scaling.high_freq_factor - scaling.low_freq_factor
-    )
+    smooth = (scaling.original_max_context / waves - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     between = (1 - smooth) * frequencies / scaling.factor + smooth * frequencies
     return torch.where(waves > long, frequencies / scaling.factor, torch.where(waves < short, frequencies, between))
 

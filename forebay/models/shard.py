@@ -91,6 +91,4 @@ def check_tp(config: ModelConfig, tp_size: int) -> None:
 def shards(config: ModelConfig, pp: int, tp: int) -> list[list[Shard]]:
     """All shards of a grid, `[stage][tp rank]`. Raises ModelError when the grid does not fit the model."""
     check_tp(config, tp)
-    return [
-        [Shard(part.start, part.stop, config.layers, rank, tp) for rank in range(tp)] for part in split_layers(config.layers, pp)
-    ]
+    return [[Shard(part.start, part.stop, config.layers, rank, tp) for rank in range(tp)] for part in split_layers(config.layers, pp)]

@@ -89,9 +89,7 @@ class Tokenizer:
         except KeyError:  # an added token, spelled in plain text
             return token.encode()
 
-    def apply_chat_template(
-        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **variables: Any
-    ) -> str:
+    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **variables: Any) -> str:
         """The prompt text of a conversation; encode it with `add_special=False`.
 
         Raises ModelError when the model has no chat template, TemplateError when the template refuses the messages.
@@ -108,9 +106,7 @@ class Tokenizer:
     @cached_property
     def _template(self) -> jinja2.Template:
         if self.chat_template is None:
-            raise ModelError(
-                f"{self.path}: the model has no chat template; allowed: plain completions; use an instruct model for chat"
-            )
+            raise ModelError(f"{self.path}: the model has no chat template; allowed: plain completions; use an instruct model for chat")
         # The settings of Hugging Face's apply_chat_template. A template is a stranger's code, hence the sandbox.
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
@@ -134,9 +130,7 @@ class _GenerationTag(jinja2.ext.Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-def _tojson(
-    value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
-) -> str:
+def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False) -> str:
     """Unlike jinja2's own filter this does not escape HTML, as templates expect."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 

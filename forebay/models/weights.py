@@ -5,7 +5,6 @@ A `Checkpoint` maps the files and copies out what is asked for, so a process nev
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -30,14 +29,13 @@ class Checkpoint:
 
     def __init__(self, path: Path) -> None:
         self.path = Path(path)
-        self._file_of: Mapping[str, Path] | None = None
         self._open: dict[Path, Any] = {}
-        files = weight_files(self.path)
-        if files[0].name == SINGLE_NAME and len(files) == 1:
-            self._single: Path | None = files[0]
-        else:
-            self._single = None
-            self._file_of = read_index(self.path)
+        single = self.path / SINGLE_NAME
+        self._single = single if single.is_file() else None
+        if self._single is None and not (self.path / INDEX_NAME).is_file():
+            weight_files(self.path)  # says what is missing
+        # Files of the index are looked for when they are needed: a stage can do without those of other stages.
+        self._file_of = {} if self._single is not None else read_index(self.path)
 
     def __enter__(self) -> Checkpoint:
         return self
@@ -74,26 +72,14 @@ class Checkpoint:
         except SafetensorError as error:
             raise ModelError(f"{path}: tensor {name} cannot be read ({error}); fetch the model again") from None
         if tensor.dtype not in _FLOATS:
-            raise ModelError(
-                f"{path}: tensor {name} is {tensor.dtype}; allowed: float32, bfloat16, float16; use an unquantised model"
-            )
+            raise ModelError(f"{path}: tensor {name} is {tensor.dtype}; allowed: float32, bfloat16, float16; use an unquantised model")
         result: Tensor = tensor.to(dtype).contiguous()
         # A slice may alias the mapping; the copy is what lets the file be unmapped.
         return result.clone() if result.data_ptr() == tensor.data_ptr() else result
 
-    def has(self, name: str) -> bool:
-        """Whether the files hold a tensor of this name."""
-        if self._file_of is not None:
-            return name in self._file_of
-        assert self._single is not None
-        return name in self._handle(self._single).keys()  # noqa: SIM118 - the handle is no mapping
-
     def _locate(self, name: str) -> Path:
-        if self._file_of is not None and name in self._file_of:
-            path = self._file_of[name]
-        elif self._file_of is None and self._single is not None:
-            path = self._single
-        else:
+        path = self._single or self._file_of.get(name)
+        if path is None:
             raise ModelError(f"{self.path / INDEX_NAME}: no file for tensor {name}; fetch the model again")
         if name not in self._handle(path).keys():  # noqa: SIM118 - the handle is no mapping
             raise ModelError(f"{path}: tensor {name} is missing; fetch the model again")

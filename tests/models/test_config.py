@@ -1,0 +1,107 @@
+"""What is read from config.json, and what is refused with one clear line."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from forebay.models.config import load_config
+from forebay.models.errors import ModelError
+
+GOOD = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 100,
+    "max_position_embeddings": 256,
+}
+
+
+@pytest.fixture
+def read(tmp_path):
+    def load(generation=None, **changes):
+        raw = {key: value for key, value in {**GOOD, **changes}.items() if value != "absent"}
+        (tmp_path / "config.json").write_text(json.dumps(raw))
+        if generation is not None:
+            (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+        return load_config(tmp_path)
+
+    return load
+
+
+def test_defaults_are_those_of_the_architecture(read):
+    config = read()
+    assert (config.heads, config.kv_heads, config.head_dim) == (4, 4, 16)
+    assert (config.rope_theta, config.rope_scaling, config.norm_eps) == (10000.0, None, 1e-6)
+    assert (config.tied_embeddings, config.qkv_bias, config.mlp_bias, config.eos_ids) == (False, False, False, ())
+
+
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
+def test_dtype_under_both_names(read, key):
+    assert read(**{key: "bfloat16"}).dtype == "bfloat16"
+
+
+def test_rope_under_both_names(read):
+    llama3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+    old = read(rope_theta=5e5, rope_scaling={**llama3, "rope_type": "llama3"})
+    new = read(rope_parameters={**llama3, "rope_type": "llama3", "rope_theta": 5e5})
+    assert old == new
+    assert old.rope_scaling.kind == "llama3"
+    assert read(rope_scaling={"type": "linear", "factor": 2.0}).rope_scaling.factor == 2.0
+
+
+def test_end_tokens_as_int_list_and_from_the_generation_config(read):
+    assert read(eos_token_id=7).eos_ids == (7,)
+    assert read(eos_token_id=[7, 8]).eos_ids == (7, 8)
+    assert read(eos_token_id=7, generation={"eos_token_id": [9, 7]}).eos_ids == (9, 7)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"architectures": ["MambaForCausalLM"]}, "architecture 'MambaForCausalLM' is not supported; allowed: LlamaForCausalLM"),
+        ({"architectures": "absent"}, "architecture None"),
+        ({"hidden_size": "absent"}, "hidden_size is None"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
+        ({"num_key_value_heads": 3}, "4 heads cannot share 3"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantised weights \\(gptq\\)"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ({"dtype": "float8_e4m3fn"}, "dtype 'float8_e4m3fn'"),
+        ({"head_dim": 15}, "head_dim 15 is odd"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope scaling 'dynamic' is not supported"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "needs original_max_position_embeddings"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "needs factor"),
+        ({"attention_bias": "yes"}, "attention_bias is 'yes'"),
+        ({"eos_token_id": "</s>"}, "eos_token_id is '</s>'"),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": 128}, "sliding window of 128 tokens"),
+        ({"architectures": ["MistralForCausalLM"]}, "sliding_window is absent"),
+        ({"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True, "sliding_window": 64}, "sliding window"),
+        ({"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 64}, "sliding window"),
+    ],
+)
+def test_refused(read, changes, message):
+    with pytest.raises(ModelError, match=message) as caught:
+        read(**changes)
+    assert "\n" not in str(caught.value)
+
+
+def test_windows_that_never_bite_are_accepted(read):
+    read(architectures=["Qwen2ForCausalLM"], use_sliding_window=False, sliding_window=64, num_key_value_heads=2)
+    read(architectures=["MistralForCausalLM"], sliding_window=None, num_key_value_heads=2)
+    read(architectures=["MistralForCausalLM"], sliding_window=256, num_key_value_heads=2)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff\xfe\x00"])
+def test_damaged_file(tmp_path, content):
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(ModelError, match=r"config\.json"):
+        load_config(tmp_path)
+
+
+def test_no_such_directory(tmp_path):
+    with pytest.raises(ModelError, match="no such file"):
+        load_config(tmp_path / "nowhere")

