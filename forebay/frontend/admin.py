@@ -1,0 +1,106 @@
+"""What an operator asks of a server: is it alive, is it ready, what it has cached, and to forget that."""
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+import forebay
+from forebay.core.messages import GridState, TierUse
+from forebay.frontend.disconnect import run_while_connected
+from forebay.frontend.errors import ApiError
+from forebay.frontend.limits import read_body
+from forebay.frontend.protocol import FlushRequest, decode_body
+from forebay.frontend.responses import json_body
+from forebay.frontend.service import Service
+
+MAX_FLUSH_TIMEOUT_S = 600.0
+_LATER_TIERS = ("host", "store")
+
+
+async def health(service: Service, _: Request) -> Response:
+    """Alive: the planner ticks. 503 says why not."""
+    engine = service.engine
+    if engine.death.done():
+        return _state(503, "failed", engine.death.result())
+    if engine.snapshot is None:
+        return _state(503, GridState.STARTING, "the planner is starting")
+    if not engine.is_ticking:
+        return _state(503, "silent", "the planner has not been heard for a while")
+    return _state(200, engine.snapshot.state, engine.snapshot.detail)
+
+
+async def ready(service: Service, _: Request) -> Response:
+    """Ready: requests are taken and run now."""
+    engine = service.engine
+    if engine.death.done():
+        return _state(503, "failed", engine.death.result())
+    if engine.snapshot is None:
+        return _state(503, GridState.STARTING, "the planner is starting")
+    is_ready = engine.snapshot.state is GridState.READY and engine.is_ticking
+    return _state(200 if is_ready else 503, engine.snapshot.state, engine.snapshot.detail)
+
+
+async def version(service: Service, _: Request) -> Response:
+    return _json({"version": forebay.__version__})
+
+
+async def models(service: Service, _: Request) -> Response:
+    return _json({"object": "list", "data": [_card(service)]})
+
+
+async def model(service: Service, request: Request) -> Response:
+    service.check_model(request.path_params["name"])
+    return _json(_card(service))
+
+
+async def metrics(service: Service, _: Request) -> Response:
+    body, media_type = service.metrics.render()
+    return Response(body, headers={"Content-Type": media_type})
+
+
+async def cache(service: Service, _: Request) -> Response:
+    """Capacity and use in pages, hits in tokens, by tier. Raises ``EngineDown`` before there is a cache."""
+    snapshot = service.require_ready()
+    hits = {"prompt_tokens": snapshot.prompt_tokens, "cached_tokens": {"device": snapshot.cached_device_tokens}}
+    return _json({"page_size": service.settings.page_size, "tiers": {"device": _use(snapshot.device)}, "hits": hits})
+
+
+async def flush(service: Service, request: Request) -> Response:
+    """Raises ``ApiError``: 400 for a tier that is not there, 409 with what was still in use at the deadline."""
+    body = await read_body(request, service.body_bytes_max)
+    asked = decode_body(body or b"{}", FlushRequest)
+    for tier in asked.tiers:
+        if tier in _LATER_TIERS:
+            raise ApiError(400, f"the tier {tier!r} is not available yet; allowed: device", "tiers", "invalid_value")
+        if tier != "device":
+            raise ApiError(400, f"there is no tier {tier!r}; allowed: device", "tiers", "invalid_value")
+    if not asked.tiers:
+        raise ApiError(400, "tiers is empty; allowed: device", "tiers", "invalid_value")
+    if not 0 <= asked.timeout_s <= MAX_FLUSH_TIMEOUT_S:
+        message = f"timeout_s is {asked.timeout_s}; it must be between 0 and {MAX_FLUSH_TIMEOUT_S:.0f}"
+        raise ApiError(400, message, "timeout_s", "invalid_value")
+    done = await run_while_connected(request.receive, service.engine.flush(asked.tiers, asked.timeout_s))
+    if done.busy:
+        raise ApiError(409, f"still in use after {asked.timeout_s} s: {', '.join(done.busy)}; try again later", code="busy")
+    return _json({"tiers": asked.tiers, "freed_pages": done.freed_pages})
+
+
+def _card(service: Service) -> dict[str, object]:
+    return {
+        "id": service.model.name,
+        "object": "model",
+        "created": service.created,
+        "owned_by": "forebay",
+        "max_model_len": service.model.max_context,
+    }
+
+
+def _use(tier: TierUse) -> dict[str, int]:
+    return {name: getattr(tier, name) for name in TierUse.__struct_fields__}
+
+
+def _state(status: int, state: str, detail: str) -> Response:
+    return Response(json_body({"state": state, "detail": detail}), status, media_type="application/json")
+
+
+def _json(value: object) -> Response:
+    return Response(json_body(value), media_type="application/json")

@@ -1,0 +1,101 @@
+"""`POST /v1/chat/completions`: the next message of a conversation, through the model's chat template."""
+
+import time
+from collections.abc import Iterable, Sequence
+
+from msgspec import UNSET, UnsetType
+from starlette.requests import Request
+from starlette.responses import Response
+
+from forebay.frontend.disconnect import run_while_connected
+from forebay.frontend.errors import ApiError
+from forebay.frontend.generation import Generation, collect
+from forebay.frontend.limits import read_body
+from forebay.frontend.prompts import Prompt
+from forebay.frontend.protocol import ChatRequest, Message, chat_messages, decode_body, wants_usage
+from forebay.frontend.responses import (
+    Chat,
+    ChatChoice,
+    ChatChunk,
+    ChatChunkChoice,
+    ChatDelta,
+    ChatLogprobs,
+    ChatMessage,
+    UsageBody,
+    chat_logprobs,
+    json_body,
+    usage_body,
+)
+from forebay.frontend.sequence import Delta, Position
+from forebay.frontend.service import Service
+from forebay.frontend.sse import stream
+from forebay.models.errors import ModelError
+from forebay.models.tokenizer import TemplateError
+
+
+async def chat_completions(service: Service, request: Request) -> Response:
+    """Raises what `errors` knows an answer to."""
+    asked = decode_body(await read_body(request, service.body_bytes_max), ChatRequest)
+    service.check_model(asked.model)
+    params = service.checked_params(asked)
+    with_usage = wants_usage(asked)
+    service.require_ready()
+    prompt = await run_while_connected(request.receive, conversation_prompt(service, asked.messages))
+    generation = service.generate(asked, params, [prompt], None, "chatcmpl")
+    wording = _Wording(service, generation, with_usage)
+    if asked.stream:
+        return await stream(request, generation, wording)
+    with generation:
+        whole = await run_while_connected(request.receive, wording.whole())
+    return Response(json_body(whole), media_type="application/json")
+
+
+async def conversation_prompt(service: Service, messages: list[Message], add_generation_prompt: bool = True) -> Prompt:
+    """Raises ``ApiError`` (400) for messages that the API or the chat template refuses, ``PromptError`` for their length."""
+    try:
+        return await service.encoder.from_messages(chat_messages(messages), add_generation_prompt)
+    except (TemplateError, ModelError) as error:
+        raise ApiError(400, str(error), "messages") from None
+
+
+class _Wording:
+    """A Generation in the words of this endpoint, whole or in chunks."""
+
+    def __init__(self, service: Service, generation: Generation, with_usage: bool) -> None:
+        self._generation = generation
+        self._spell = service.spell
+        self._with_logprobs = generation.work.params.logprobs is not None
+        self._with_usage = with_usage
+        self._created = int(time.time())
+        self._model = service.model.name
+
+    async def whole(self) -> Chat:
+        choices = [
+            ChatChoice(index, ChatMessage(result.text), self._logprobs(result.positions), result.finish, result.stop_reason)
+            for index, result in enumerate(await collect(self._generation))
+        ]
+        request_id = self._generation.work.request_id
+        return Chat(request_id, self._created, self._model, choices, usage_body(self._generation))
+
+    def opening(self) -> Iterable[ChatChunk]:
+        for index in range(len(self._generation.sequences)):
+            yield self._chunk(ChatChunkChoice(index, ChatDelta(role="assistant", content="")))
+
+    def delta(self, index: int, delta: Delta) -> Iterable[ChatChunk]:
+        if delta.text or delta.positions:
+            yield self._chunk(ChatChunkChoice(index, ChatDelta(content=delta.text), self._logprobs(delta.positions)))
+        if delta.finish is not None:
+            yield self._chunk(ChatChunkChoice(index, ChatDelta(), None, delta.finish, delta.stop_reason))
+
+    def closing(self) -> Iterable[ChatChunk]:
+        return (self._usage_chunk(),) if self._with_usage else ()
+
+    def _chunk(self, choice: ChatChunkChoice) -> ChatChunk:
+        usage: UsageBody | UnsetType | None = None if self._with_usage else UNSET
+        return ChatChunk(self._generation.work.request_id, self._created, self._model, [choice], usage)
+
+    def _usage_chunk(self) -> ChatChunk:
+        return ChatChunk(self._generation.work.request_id, self._created, self._model, [], usage_body(self._generation))
+
+    def _logprobs(self, positions: Sequence[Position]) -> ChatLogprobs | None:
+        return chat_logprobs(positions, self._spell) if self._with_logprobs else None

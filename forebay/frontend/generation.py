@@ -1,0 +1,165 @@
+"""One API request in the engine: ``n`` sequences for each prompt, and their text as it comes.
+
+        Generation ---Submit x (prompts x n)---> engine.Call ---Output---> sequence.Sequence ---Delta---> reader
+
+Sequence ``index`` = prompt index * n + choice, which is also the ``index`` that the API shows.
+"""
+
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+
+from forebay.core.messages import FinishReason, Output, Submit, Usage, pack_tokens
+from forebay.core.sampling import SamplingParams
+from forebay.frontend.engine import Call, Engine
+from forebay.frontend.prompts import Prompt, PromptTooLong
+from forebay.frontend.seeds import SeedCounter, derive_seed
+from forebay.frontend.sequence import Delta, Detokenizer, Finish, Position, Sequence
+
+Event = tuple[int, Delta]
+DetokenizerFactory = Callable[[bool], Detokenizer]  # takes ``skip_special``
+
+
+class GenerationError(Exception):
+    """The engine ended a sequence without its text being complete. ``reason`` says which way, the text why."""
+
+    def __init__(self, reason: FinishReason, message: str) -> None:
+        super().__init__(message or f"the engine ended the request: {reason.value}")
+        self.reason = reason
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What one API request asks of the engine, every default filled in. ``max_tokens``: one for each prompt."""
+
+    request_id: str
+    prompts: tuple[Prompt, ...]
+    max_tokens: tuple[int, ...]
+    params: SamplingParams
+    salt: bytes = b""
+    no_store: bool = False
+    priority: int = 0
+
+
+def fit_max_tokens(asked: int | None, default: int | None, prompt_tokens: int, room_tokens: int) -> int:
+    """``max_tokens`` for a prompt where context and cache hold ``room_tokens``: what was asked, else the default or all the room.
+
+    Raises ``PromptTooLong`` if what was asked does not fit. A default is cut to what fits.
+    """
+    left = room_tokens - prompt_tokens
+    if asked is not None and asked > left:
+        raise PromptTooLong(
+            f"prompt ({prompt_tokens} tokens) and max_tokens ({asked}) are {prompt_tokens + asked} tokens together; "
+            f"at most {room_tokens} fit; shorten the prompt or lower max_tokens"
+        )
+    if left < 1:
+        raise PromptTooLong(f"the prompt has {prompt_tokens} tokens; at most {room_tokens - 1} fit; shorten it")
+    wanted = asked if asked is not None else default
+    return left if wanted is None else min(wanted, left)
+
+
+class Generation:
+    """Submits at once. Read ``events``, and always ``close`` (or use it as a context manager): that aborts what still runs."""
+
+    def __init__(self, engine: Engine, work: Work, eos: tuple[int, ...], seeds: SeedCounter, detokenizer: DetokenizerFactory) -> None:
+        params = work.params
+        submits: list[Submit] = []
+        self.sequences: list[Sequence] = []
+        self.usages: list[Usage | None] = []
+        self._index: dict[str, int] = {}
+        for prompt, max_tokens in zip(work.prompts, work.max_tokens, strict=True):
+            packed = pack_tokens(prompt.tokens)
+            for choice in range(params.n):
+                index = len(submits)
+                seed = seeds.next() if params.seed is None else derive_seed(params.seed, choice)
+                # Stop strings are found here; the engine has no use for them.
+                own = params.replace(n=1, seed=seed, max_tokens=max_tokens, stop=())
+                submit = Submit(f"{work.request_id}-{index}", packed, own, eos, work.salt, work.no_store, work.priority)
+                submits.append(submit)
+                self._index[submit.request_id] = index
+                self.sequences.append(Sequence(detokenizer(params.skip_special_tokens), params, eos))
+                self.usages.append(None)
+        self.work = work
+        self.call: Call = engine.submit(submits)
+
+    async def events(self) -> AsyncIterator[list[Event]]:
+        """Deltas by sequence index, until every sequence has finished. Raises ``GenerationError``; then everything is aborted."""
+        try:
+            while outputs := await self.call.take():
+                if events := [event for output in outputs if (event := self._event(output)) is not None]:
+                    yield events
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        self.call.close()
+
+    def __enter__(self) -> "Generation":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(len(prompt.tokens) for prompt in self.work.prompts)
+
+    @property
+    def completion_tokens(self) -> int:
+        return sum(sequence.token_count for sequence in self.sequences)
+
+    @property
+    def cached(self) -> Usage:
+        """Cached prompt tokens, each prompt counted once (by its first choice)."""
+        first = [usage for usage in self.usages[:: self.work.params.n] if usage is not None]
+        return Usage(
+            sum(usage.cached_device for usage in first),
+            sum(usage.cached_host for usage in first),
+            sum(usage.cached_store for usage in first),
+        )
+
+    def _event(self, output: Output) -> Event | None:
+        index = self._index[output.request_id]
+        sequence = self.sequences[index]
+        if sequence.finished:
+            return None
+        if output.finish not in (None, FinishReason.STOP, FinishReason.LENGTH):
+            assert output.finish is not None
+            raise GenerationError(output.finish, output.message)
+        if output.usage is not None:
+            self.usages[index] = output.usage
+        delta = sequence.push(output)
+        if delta.finish is not None:
+            self.call.abort(output.request_id)  # a stop string was found; for the engine's own endings this does nothing
+        return (index, delta) if delta.text or delta.tokens or delta.finish else None
+
+
+@dataclass(slots=True)
+class Result:
+    """One whole sequence."""
+
+    text: str
+    tokens: list[int]
+    positions: list[Position]
+    finish: Finish
+    stop_reason: str | int | None
+
+
+async def collect(generation: Generation) -> list[Result]:
+    """Every sequence to its end, in order of index. Raises ``GenerationError``."""
+    deltas: list[list[Delta]] = [[] for _ in generation.sequences]
+    async for events in generation.events():
+        for index, delta in events:
+            deltas[index].append(delta)
+    return [_result(of_sequence) for of_sequence in deltas]
+
+
+def _result(deltas: list[Delta]) -> Result:
+    finish = deltas[-1].finish
+    assert finish is not None
+    return Result(
+        text="".join(delta.text for delta in deltas),
+        tokens=[token for delta in deltas for token in delta.tokens],
+        positions=[position for delta in deltas for position in delta.positions],
+        finish=finish,
+        stop_reason=deltas[-1].stop_reason,
+    )

@@ -1,0 +1,284 @@
+"""The offline face: `LLM` runs the same planner and workers as the server, for a script.
+
+        caller's thread --- generate() ---> loop thread: Engine, planner process ---> results
+
+The loop lives in a thread of its own, so that `LLM` works in a plain script and inside a running event loop alike. That thread
+also starts the planner, since the kernel ends children together with the thread that made them.
+"""
+
+import asyncio
+import secrets
+import threading
+import weakref
+from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import uvloop
+
+from forebay.core.sampling import SamplingParams
+from forebay.frontend.engine import Engine, Planner
+from forebay.frontend.generation import Event, Generation, Result, Work, collect, fit_max_tokens
+from forebay.frontend.later import refuse_later
+from forebay.frontend.model import ServedModel, load_served_model
+from forebay.frontend.prompts import Prompt, PromptEncoder
+from forebay.frontend.seeds import SeedCounter
+from forebay.frontend.sequence import Position
+from forebay.models.resolve import resolve_model
+from forebay.runtime.launch import start_planner
+from forebay.settings import Settings, resolve
+
+STOP_S = 10.0
+
+T = TypeVar("T")
+PromptInput = str | Sequence[int]
+Conversation = Sequence[Mapping[str, str]]
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """``rank``: 1 for the most likely; None for a chosen token beyond those asked for."""
+
+    logprob: float
+    rank: int | None
+    decoded_token: str
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionOutput:
+    """One choice. ``logprobs``: for each token of the text, by token id, if they were asked for."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None
+    logprobs: list[dict[int, Logprob]] | None
+    finish_reason: str
+    stop_reason: str | int | None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """All choices of one prompt. ``prompt`` is None where token ids were given."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    num_cached_tokens: int
+    finished: bool = True
+
+
+class LLM:
+    """A model and its engine, ready when the constructor returns. Close it, use it as a context manager, or let the
+    interpreter's exit do it.
+    """
+
+    def __init__(self, model: str, **settings: Any) -> None:
+        """``model`` and ``settings`` as for `forebay serve` (`forebay config` lists them); sizes may be text.
+
+        Raises ``SettingsError``, ``models.errors.ModelError``, ``runtime.launch.StartError``, and ``EngineDown`` if the
+        engine does not come up.
+        """
+        self._host = _Host(model, resolve(refuse_later(settings)))
+        self._finalizer = weakref.finalize(self, self._host.close)
+        try:
+            self._host.call(self._host.start())
+        except BaseException:
+            self.close()
+            raise
+
+    def generate(
+        self,
+        prompts: PromptInput | Sequence[PromptInput],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """Continue text, token ids, or several of either; one result for each prompt, in order.
+
+        ``sampling_params``: for all prompts, or one for each. Raises ``PromptError`` for a prompt that cannot be served and
+        ``GenerationError`` if the engine gives up.
+        """
+        inputs = _as_list(prompts)
+        return self._host.call(self._host.run_all(inputs, _for_each(sampling_params, len(inputs))))
+
+    def chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        add_generation_prompt: bool = True,
+    ) -> list[RequestOutput]:
+        """The next message of one or several conversations (lists of ``{"role", "content"}``), as `generate` otherwise.
+
+        Raises also ``models.tokenizer.TemplateError``.
+        """
+        conversations: Any = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        prompts = self._host.call(self._host.render_all(conversations, add_generation_prompt))
+        return self._host.call(self._host.run_all(prompts, _for_each(sampling_params, len(prompts))))
+
+    def stream(self, prompt: PromptInput | Prompt, sampling_params: SamplingParams | None = None) -> Iterator[str]:
+        """The text of one prompt piece by piece; stopping early stops the engine's work too. ``n`` must be 1."""
+        params = sampling_params or SamplingParams()
+        if params.n != 1:
+            raise ValueError(f"n is {params.n}; a stream has one text")
+        generation = self._host.call(self._host.submit(prompt, params))
+        events = generation.events()
+        try:
+            while batch := self._host.call(_next(events)):
+                yield "".join(delta.text for _, delta in batch)
+        finally:
+            self._host.call(_close(generation))
+
+    def render_chat(self, messages: Conversation, add_generation_prompt: bool = True) -> Prompt:
+        """The prompt that the model's chat template makes of a conversation, for `generate` and `stream`."""
+        return self._host.call(self._host.render_all([messages], add_generation_prompt))[0]
+
+    @property
+    def model_name(self) -> str:
+        return self._host.model.name
+
+    def close(self) -> None:
+        """End the engine and its processes. Safe to call again."""
+        self._finalizer()
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+@dataclass
+class _Host:
+    """The loop thread and what lives on it. Apart from `LLM`, so that nothing here keeps an `LLM` alive."""
+
+    name: str
+    settings: Settings
+    _loop: asyncio.AbstractEventLoop = field(default_factory=uvloop.new_event_loop)
+    _planner: Planner | None = None
+    _engine: Engine | None = None
+
+    def __post_init__(self) -> None:
+        self._thread = threading.Thread(target=self._loop.run_forever, name="forebay-llm", daemon=True)
+        self._thread.start()
+
+    def call(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run on the loop thread and wait; an interrupted wait cancels the work."""
+        if self._loop.is_closed():
+            work.close()
+            raise RuntimeError("this LLM is closed")
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    async def start(self) -> None:
+        resolved = resolve_model(self.name)
+        self._planner = start_planner(resolved, self.settings)
+        name = self.settings.served_model_name or resolved.name
+        self.model: ServedModel = load_served_model(resolved.path, name, self._planner.max_context)
+        self.encoder = PromptEncoder(self.model.tokenizer, self.model.max_context, self.model.vocab_size)
+        self.seeds = SeedCounter(self.settings.seed)
+        self._engine = Engine(self._planner)
+        await self._engine.wait_ready()
+        # More at once than may wait would be refused by the planner.
+        self._places = asyncio.Semaphore(max(1, self.settings.max_waiting))
+
+    async def submit(self, prompt: "PromptInput | Prompt", params: SamplingParams) -> Generation:
+        assert self._engine is not None
+        ready = await self._prompt(prompt)
+        limit = fit_max_tokens(params.max_tokens, None, len(ready.tokens), self._room_tokens(params))
+        work = Work(f"llm-{secrets.token_hex(12)}", (ready,), (limit,), params)
+        return Generation(self._engine, work, self.model.eos, self.seeds, self.model.detokenizer)
+
+    async def run_all(self, prompts: Sequence["PromptInput | Prompt"], params: Sequence[SamplingParams]) -> list[RequestOutput]:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(self._run(prompt, own)) for prompt, own in zip(prompts, params, strict=True)]
+        return [task.result() for task in tasks]
+
+    async def render_all(self, conversations: Sequence[Conversation], add_generation_prompt: bool) -> list[Prompt]:
+        return [await self.encoder.from_messages(messages, add_generation_prompt) for messages in conversations]
+
+    def close(self) -> None:
+        """From any thread but the loop's own."""
+        if self._loop.is_closed():
+            return
+        asyncio.run_coroutine_threadsafe(self._stop(), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    async def _stop(self) -> None:
+        if self._engine is not None:
+            self._engine.close("this LLM is being closed")
+            self.encoder.close()
+        if self._planner is not None:
+            self._planner.stop(STOP_S)
+
+    async def _run(self, prompt: "PromptInput | Prompt", params: SamplingParams) -> RequestOutput:
+        async with self._places:
+            with await self.submit(prompt, params) as generation:
+                results = await collect(generation)
+        cached = generation.cached
+        ready = generation.work.prompts[0]
+        return RequestOutput(
+            request_id=generation.work.request_id,
+            prompt=ready.text,
+            prompt_token_ids=ready.tokens,
+            outputs=[self._completion(index, result, params) for index, result in enumerate(results)],
+            num_cached_tokens=cached.cached_device + cached.cached_host + cached.cached_store,
+        )
+
+    async def _prompt(self, prompt: "PromptInput | Prompt") -> Prompt:
+        if isinstance(prompt, Prompt):
+            return prompt
+        if isinstance(prompt, str):
+            return await self.encoder.from_text(prompt)
+        return self.encoder.from_tokens(list(prompt))
+
+    def _room_tokens(self, params: SamplingParams) -> int:
+        assert self._engine is not None and self._engine.snapshot is not None
+        in_cache = self._engine.snapshot.device.capacity * self.settings.page_size
+        if params.max_tokens is not None or not in_cache:
+            return self.model.max_context
+        return min(self.model.max_context, in_cache)
+
+    def _completion(self, index: int, result: Result, params: SamplingParams) -> CompletionOutput:
+        logprobs = None
+        if params.logprobs is not None:
+            logprobs = [self._logprobs(position) for position in result.positions]
+        cumulative = sum(position.logprobs.chosen for position in result.positions) if logprobs is not None else None
+        return CompletionOutput(index, result.text, result.tokens, cumulative, logprobs, result.finish, result.stop_reason)
+
+    def _logprobs(self, position: Position) -> dict[int, Logprob]:
+        spell = self.model.tokenizer.decode
+        found = {
+            token: Logprob(value, rank, spell([token], skip_special=False))
+            for rank, (token, value) in enumerate(zip(position.logprobs.top_ids, position.logprobs.top, strict=True), start=1)
+        }
+        chosen = position.token
+        found.setdefault(chosen, Logprob(position.logprobs.chosen, None, spell([chosen], skip_special=False)))
+        return found
+
+
+async def _next(events: AsyncIterator[list[Event]]) -> list[Event]:
+    return await anext(events, [])
+
+
+async def _close(generation: Generation) -> None:
+    generation.close()
+
+
+def _as_list(prompts: PromptInput | Sequence[PromptInput]) -> list[Any]:
+    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+        return [prompts]
+    return list(prompts)
+
+
+def _for_each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    if len(params) != count:
+        raise ValueError(f"{len(params)} sampling parameters for {count} prompts; give one, or one for each")
+    return list(params)

@@ -1,0 +1,109 @@
+"""Text to prompt tokens, with a bound before the work and off the event loop when the work is long.
+
+What a prompt may cost is limited in two steps: characters first (a longer text cannot fit the context, so it is not even
+tokenised), tokens afterwards. Long texts are encoded in threads of their own; the tokenizer's Rust core releases the GIL.
+"""
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+# No vocabulary in use has text tokens that are longer on average over a whole prompt; runs of blanks come closest.
+MAX_CHARS_PER_TOKEN = 128
+INLINE_CHARS = 8192
+THREADS = 2
+
+T = TypeVar("T")
+
+
+class Tokenizer(Protocol):
+    """What the frontend needs of `models.tokenizer.Tokenizer`."""
+
+    def encode(self, text: str, add_special: bool = True) -> list[int]: ...
+    def decode(self, ids: Sequence[int], skip_special: bool = True) -> str: ...
+    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str: ...
+
+
+class PromptError(ValueError):
+    """A prompt that cannot be served; one line: what was given, what is allowed."""
+
+
+class PromptTooLong(PromptError):
+    """More than the context holds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """``text`` is None where tokens were given."""
+
+    tokens: list[int]
+    text: str | None = None
+
+
+class PromptEncoder:
+    """``max_context`` in tokens, ``vocab_size`` bounds the ids that a caller may give."""
+
+    def __init__(self, tokenizer: Tokenizer, max_context: int, vocab_size: int) -> None:
+        self.tokenizer = tokenizer
+        self.max_context = max_context
+        self.vocab_size = vocab_size
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="tokenize")
+
+    async def from_text(self, text: str, add_special: bool = True) -> Prompt:
+        """Raises ``PromptError``."""
+        self._check_chars(len(text))
+        if not text:
+            raise PromptError("the prompt is empty; at least one character is needed")
+        tokens = await self._off_loop(len(text), lambda: self.tokenizer.encode(text, add_special))
+        return self._checked(tokens, text)
+
+    async def from_messages(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> Prompt:
+        """Raises ``PromptError``, and whatever the chat template raises (`models.tokenizer.TemplateError`, `ModelError`)."""
+        chars = sum(len(message["content"]) for message in messages)
+        self._check_chars(chars)
+
+        def encode() -> tuple[str, list[int]]:
+            text = self.tokenizer.apply_chat_template(messages, add_generation_prompt)
+            return text, self.tokenizer.encode(text, add_special=False)
+
+        text, tokens = await self._off_loop(chars, encode)
+        return self._checked(tokens, text)
+
+    def from_tokens(self, tokens: list[int]) -> Prompt:
+        """Raises ``PromptError``."""
+        prompt = self._checked(tokens, None)
+        self.check_ids(tokens, "the prompt")
+        return prompt
+
+    def check_ids(self, tokens: Sequence[int], where: str) -> None:
+        """Raises ``PromptError`` if one is no token of the model."""
+        for bad in (token for token in tokens if not 0 <= token < self.vocab_size):
+            raise PromptError(f"{where} has the token id {bad}; the model's ids are 0 to {self.vocab_size - 1}")
+
+    async def decode(self, tokens: Sequence[int]) -> str:
+        """Raises ``PromptError`` for ids outside the vocabulary."""
+        self.check_ids(tokens, "tokens")
+        return await self._off_loop(len(tokens), lambda: self.tokenizer.decode(tokens, skip_special=False))
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def _off_loop(self, size: int, work: Callable[[], T]) -> T:
+        if size <= INLINE_CHARS:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+    def _check_chars(self, chars: int) -> None:
+        if chars > self.max_context * MAX_CHARS_PER_TOKEN:
+            limit = f"too many for a context of {self.max_context} tokens"
+            raise PromptTooLong(f"the prompt has {chars} characters, {limit}; shorten it")
+
+    def _checked(self, tokens: list[int], text: str | None) -> Prompt:
+        if not tokens:
+            raise PromptError("the prompt is empty; at least one token is needed")
+        if len(tokens) >= self.max_context:
+            limit = f"the context holds {self.max_context}, output included"
+            raise PromptTooLong(f"the prompt has {len(tokens)} tokens and {limit}; shorten it")
+        return Prompt(tokens, text)

@@ -1,0 +1,160 @@
+"""`forebay serve`: listens, starts the planner, serves until it is told to stop or the planner is gone, and leaves nothing behind.
+
+bind (a port in use is known before anything is loaded) -> model files -> planner -> serve -> streams end -> planner ends
+"""
+
+import asyncio
+import contextlib
+import resource
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import uvicorn
+import uvloop
+
+from forebay.frontend.app import build_app
+from forebay.frontend.engine import Engine, EngineDown, Planner
+from forebay.frontend.model import ServedModel, load_served_model
+from forebay.frontend.service import Service
+from forebay.models.resolve import resolve_model
+from forebay.observe.metrics import Metrics
+from forebay.runtime.launch import start_planner
+from forebay.settings import Settings
+
+BACKLOG = 2048
+DRAIN_S = 5
+PLANNER_STOP_S = 10.0
+EXIT_INTERRUPTED = 130
+EXIT_NEVER_READY = 2
+EXIT_ENGINE_LOST = 1
+
+
+class ListenError(Exception):
+    """The address cannot be listened on; one line: what was given, why not, what to do."""
+
+
+def serve(model: str, settings: Settings) -> int:
+    """Serve until a signal or the planner's end; the exit status.
+
+    Raises, before anything runs, one-line errors of the user's making: ``ListenError``, ``models.errors.ModelError``,
+    ``runtime.launch.StartError``.
+    """
+    _allow_many_connections()
+    with listen(settings.host, settings.port) as sock:
+        resolved = resolve_model(model)
+        planner = start_planner(resolved, settings)
+        try:
+            served = load_served_model(resolved.path, settings.served_model_name or resolved.name, planner.max_context)
+            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+                return runner.run(serve_on(sock, planner, served, settings))
+        finally:
+            planner.stop(PLANNER_STOP_S)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket. Raises ``ListenError``."""
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    except socket.gaierror as error:
+        raise ListenError(f"--host is {host!r}: {error.strerror}; give an address of this machine") from None
+    sock = socket.socket(family, kind, proto)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind(address)
+        sock.listen(BACKLOG)  # binding alone would not notice a port in use that allows reuse
+    except OSError as error:
+        sock.close()
+        hint = "give another --port, or 0 for a free one"
+        raise ListenError(f"cannot listen on {host} port {port}: {error.strerror}; {hint}") from None
+    return sock
+
+
+async def serve_on(sock: socket.socket, planner: Planner, model: ServedModel, settings: Settings) -> int:
+    """Serve over a listening socket until SIGINT, SIGTERM or the engine's death; the exit status."""
+    started_at = time.monotonic()
+    metrics = Metrics()
+    engine = Engine(planner, metrics)
+    service = Service(engine, model, settings, metrics)
+    server = _Server(
+        uvicorn.Config(
+            build_app(service),
+            http="httptools",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            log_level="error",
+            access_log=False,
+            timeout_graceful_shutdown=DRAIN_S,
+        )
+    )
+    ending = _Ending(server, engine)
+    if threading.current_thread() is threading.main_thread():  # no other thread can be told of signals
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGINT, ending.on_signal, EXIT_INTERRUPTED)
+        loop.add_signal_handler(signal.SIGTERM, ending.on_signal, 0)
+    engine.death.add_done_callback(ending.on_death)
+    host, port = sock.getsockname()[:2]
+    address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    _say(f"listening on {address}; loading {model.name}")
+    announcement = asyncio.create_task(_announce(engine, model.name, address, started_at))
+    try:
+        await server.serve(sockets=[sock])
+    finally:
+        announcement.cancel()
+        engine.close()
+        service.encoder.close()
+    return ending.status
+
+
+class _Server(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Signals are `_Ending`'s: uvicorn's own way would wait for streams to run to their end."""
+        yield
+
+
+class _Ending:
+    """Why and how the server ends. ``status`` becomes the exit status."""
+
+    def __init__(self, server: uvicorn.Server, engine: Engine) -> None:
+        self._server = server
+        self._engine = engine
+        self.status = 0
+        self._ending = False
+
+    def on_signal(self, status: int) -> None:
+        if self._ending:  # asked twice: no more waiting for clients
+            self._server.force_exit = True
+            return
+        self._ending = True
+        self.status = status
+        self._server.should_exit = True
+        self._engine.close("the server is shutting down")
+
+    def on_death(self, death: asyncio.Future[str]) -> None:
+        if self._ending:
+            return
+        self._ending = True
+        self.status = EXIT_ENGINE_LOST if self._engine.was_ready else EXIT_NEVER_READY
+        print(f"forebay: {death.result()}", file=sys.stderr, flush=True)
+        self._server.should_exit = True
+
+
+async def _announce(engine: Engine, name: str, address: str, started_at: float) -> None:
+    with contextlib.suppress(EngineDown):  # `_Ending` reports that
+        await engine.wait_ready()
+        _say(f"{name} is ready on {address} after {time.monotonic() - started_at:.1f} s")
+
+
+def _allow_many_connections() -> None:
+    """As many open connections as the system lets this user have; the default soft limit is often 1,024."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def _say(text: str) -> None:
+    print(f"forebay: {text}", flush=True)

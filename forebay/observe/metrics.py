@@ -1,0 +1,106 @@
+"""Prometheus metrics of one server. Times and tokens come from the Outputs as they pass the frontend, the rest from the
+planner's Snapshots when somebody asks.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from forebay.core.messages import PLAN_SECONDS_BOUNDS, Output, Snapshot, TierUse
+
+_TTFT_BOUNDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+_INTER_TOKEN_BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
+_TIERS = ("device", "host", "store")
+_PAGE_STATES = ("free", "cached", "private", "held")
+
+
+class Metrics:
+    """The frontend's `Observer` (`frontend.engine`)."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._registry = CollectorRegistry()
+        self._ttft = Histogram(
+            "forebay_ttft_seconds", "From submission to the first token", buckets=_TTFT_BOUNDS, registry=self._registry
+        )
+        self._inter_token = Histogram(
+            "forebay_inter_token_seconds", "Between tokens of a sequence", buckets=_INTER_TOKEN_BOUNDS, registry=self._registry
+        )
+        self._queue = Histogram(
+            "forebay_queue_seconds", "From arrival to first admission", buckets=_TTFT_BOUNDS, registry=self._registry
+        )
+        self._prompt_tokens = Counter("forebay_prompt_tokens", "Prompt tokens of admitted sequences", registry=self._registry)
+        cached = Counter("forebay_cached_tokens", "Prompt tokens found cached", ("tier",), registry=self._registry)
+        self._cached = tuple(cached.labels(tier) for tier in _TIERS)
+        self._of_planner = _SnapshotCollector()
+        self._registry.register(self._of_planner)
+
+    def on_snapshot(self, snapshot: Snapshot) -> None:
+        self._of_planner.snapshot = snapshot
+
+    def on_output(self, submitted_at: float, last_token_at: float | None, prompt_tokens: int, output: Output) -> None:
+        """Count one Output of a sequence: times on the clock given at construction."""
+        if output.usage is not None:
+            usage = output.usage
+            self._queue.observe(usage.queue_s)
+            self._prompt_tokens.inc(prompt_tokens)
+            for counter, tokens in zip(self._cached, (usage.cached_device, usage.cached_host, usage.cached_store), strict=True):
+                counter.inc(tokens)
+        if not output.tokens:
+            return
+        now = self._clock()
+        if last_token_at is None:
+            self._ttft.observe(now - submitted_at)
+        else:
+            for _ in output.tokens:
+                self._inter_token.observe((now - last_token_at) / len(output.tokens))
+
+    def render(self) -> tuple[bytes, str]:
+        """The exposition text and its media type."""
+        return generate_latest(self._registry), CONTENT_TYPE_LATEST
+
+
+class _SnapshotCollector(Collector):
+    def __init__(self) -> None:
+        self.snapshot: Snapshot | None = None
+
+    def collect(self) -> Iterator[Metric]:
+        snapshot = self.snapshot
+        if snapshot is None:
+            return
+        yield _gauge("forebay_running_requests", "Sequences that hold device pages", snapshot.running)
+        yield _gauge("forebay_waiting_requests", "Sequences in the waiting queue", snapshot.waiting)
+        restarts = CounterMetricFamily("forebay_worker_restarts", "Grids started anew after the loss of a rank")
+        restarts.add_metric([], snapshot.worker_restarts)
+        yield restarts
+        yield _pages(snapshot.device)
+        if snapshot.plan_s_buckets:
+            yield _plan_seconds(snapshot)
+
+
+def _gauge(name: str, text: str, value: float) -> Metric:
+    gauge = GaugeMetricFamily(name, text)
+    gauge.add_metric([], value)
+    return gauge
+
+
+def _pages(device: TierUse) -> Metric:
+    pages = GaugeMetricFamily("forebay_pages", "Pages of each rank, by tier and state", labels=("tier", "state"))
+    for state in _PAGE_STATES:
+        pages.add_metric(["device", state], getattr(device, state))
+    return pages
+
+
+def _plan_seconds(snapshot: Snapshot) -> Metric:
+    histogram = HistogramMetricFamily("forebay_plan_seconds", "From sending a plan to its retirement")
+    buckets: list[tuple[str, float]] = []
+    total = 0
+    for bound, count in zip((*map(str, PLAN_SECONDS_BOUNDS), "+Inf"), snapshot.plan_s_buckets, strict=True):
+        total += count
+        buckets.append((bound, total))
+    histogram.add_metric([], buckets, sum_value=snapshot.plan_s_sum)
+    return histogram
