@@ -53,7 +53,7 @@ def build_tokenizer(metadata: Mapping[str, Any], where: str) -> tuple[Tokenizer,
     if kind == "gpt2":
         tokenizer = _byte_level(tokens, metadata, where)
     elif kind == "llama":
-        tokenizer = _sentencepiece(tokens, metadata)
+        tokenizer = _sentencepiece(tokens, metadata, where)
     else:
         raise ModelError(f"{where}: tokenizer {kind!r} is not supported; allowed: gpt2, llama; use another file")
     _add_tokens(tokenizer, tokens, metadata.get("tokenizer.ggml.token_type") or [], kind)
@@ -85,7 +85,7 @@ def _byte_level(tokens: Sequence[str], metadata: Mapping[str, Any], where: str) 
         for index, token in enumerate(tokens)
     }
     merges = [tuple(merge.split(" ")) for merge in metadata.get("tokenizer.ggml.merges") or []]
-    tokenizer = Tokenizer(BPE(vocab=vocab, merges=merges, continuing_subword_prefix="", end_of_word_suffix=""))
+    tokenizer = _bpe(where, vocab=vocab, merges=merges, continuing_subword_prefix="", end_of_word_suffix="")
     split = _SPLITS[name]
     if split is None:
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -100,17 +100,24 @@ def _byte_level(tokens: Sequence[str], metadata: Mapping[str, Any], where: str) 
     return tokenizer
 
 
-def _sentencepiece(tokens: Sequence[str], metadata: Mapping[str, Any]) -> Tokenizer:
+def _sentencepiece(tokens: Sequence[str], metadata: Mapping[str, Any], where: str) -> Tokenizer:
     """Sentencepiece BPE with byte fallback; merges from the file, or recovered from the vocabulary's scores."""
     vocab = {token: index for index, token in enumerate(tokens)}
     stated = metadata.get("tokenizer.ggml.merges")
     merges = [tuple(merge.split(" ")) for merge in stated] if stated else _merges_from_scores(vocab, metadata["tokenizer.ggml.scores"])
-    tokenizer = Tokenizer(BPE(vocab=vocab, merges=merges, fuse_unk=True, byte_fallback=True))
+    tokenizer = _bpe(where, vocab=vocab, merges=merges, fuse_unk=True, byte_fallback=True)
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme="always", split=False)
     tokenizer.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(content=" ", left=1)]
     )
     return tokenizer
+
+
+def _bpe(where: str, **options: Any) -> Tokenizer:
+    try:
+        return Tokenizer(BPE(**options))
+    except Exception as error:  # the library raises plain Exception
+        raise ModelError(f"{where}: its vocabulary and merges do not fit together ({error}); use another file") from None
 
 
 def _merges_from_scores(vocab: Mapping[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:

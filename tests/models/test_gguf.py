@@ -49,11 +49,12 @@ def theirs(demo):
 
 
 def test_tensors_are_bit_equal_to_transformers(demo):
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-    file = demo_file()
-    model = AutoModelForCausalLM.from_pretrained(str(file.parent), gguf_file=file.name, dtype=torch.float32)
-    expected = {name: value for name, value in model.state_dict().items() if name != "lm_head.weight"}
+    with torch.device("meta"):
+        shell = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(demo))
+    expected = load_gguf_checkpoint(str(demo_file()), return_tensors=True, model_to_load=shell)["tensors"]
     with safe_open(demo / "model.safetensors", framework="pt") as ours:
         assert set(ours.keys()) == set(expected)
         for name, value in expected.items():
@@ -128,7 +129,17 @@ def tiny(tmp_path, monkeypatch):
 def write_tiny(path, kind="F32", extra=(), **changes):
     import gguf
 
-    values = {"heads": 4, "kv_heads": 2, "hidden": 64, "inner": 96, "layers": 1, "arch": "llama", "pre": "smollm", **changes}
+    values = {
+        "heads": 4,
+        "kv_heads": 2,
+        "hidden": 64,
+        "inner": 96,
+        "layers": 1,
+        "arch": "llama",
+        "pre": "smollm",
+        "more_tokens": ["ab"],
+        **changes,
+    }
     writer = gguf.GGUFWriter(path, values["arch"])
     writer.add_block_count(values["layers"])
     writer.add_context_length(128)
@@ -139,7 +150,7 @@ def write_tiny(path, kind="F32", extra=(), **changes):
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(values["pre"])
-    tokens = ["<|end|>", *[chr(c) for c in range(0x21, 0x7F)]]
+    tokens = ["<|end|>", *[chr(c) for c in range(0x21, 0x7F)], *values["more_tokens"]]
     writer.add_token_list(tokens)
     writer.add_token_types([3] + [1] * (len(tokens) - 1))
     writer.add_token_merges(["a b"])
@@ -225,7 +236,11 @@ def test_error_removes_the_half_made_directory(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("changes", "message"),
-    [({"arch": "gemma"}, "architecture 'gemma' is not supported"), ({"pre": "klingon"}, "pre-tokenizer 'klingon'")],
+    [
+        ({"arch": "gemma"}, "architecture 'gemma' is not supported"),
+        ({"pre": "klingon"}, "pre-tokenizer 'klingon'"),
+        ({"more_tokens": []}, "vocabulary and merges"),
+    ],
 )
 def test_refused(tmp_path, monkeypatch, changes, message):
     monkeypatch.setenv("FOREBAY_CACHE_DIR", str(tmp_path / "cache"))
