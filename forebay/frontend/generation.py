@@ -8,7 +8,7 @@ Sequence ``index`` = prompt index * n + choice, which is also the ``index`` that
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
-from forebay.core.messages import FinishReason, Output, Submit, Usage, pack_tokens
+from forebay.core.messages import FinishReason, Output, Snapshot, Submit, Usage, pack_tokens
 from forebay.core.sampling import SamplingParams
 from forebay.frontend.engine import Call, Engine
 from forebay.frontend.prompts import Prompt, PromptTooLong
@@ -40,21 +40,35 @@ class Work:
     priority: int = 0
 
 
-def fit_max_tokens(asked: int | None, default: int | None, prompt_tokens: int, room_tokens: int) -> int:
-    """``max_tokens`` for a prompt where context and cache hold ``room_tokens``: what was asked, else the default or all the room.
+def room_tokens(max_context: int, snapshot: Snapshot | None, page_tokens: int) -> int:
+    """Tokens that one request can have at all: the context, or all of L1 where that is less."""
+    pages = snapshot.device.capacity if snapshot is not None else 0
+    return min(max_context, pages * page_tokens) if pages else max_context
 
-    Raises ``PromptTooLong`` if what was asked does not fit. A default is cut to what fits.
+
+def fit_max_tokens(asked: int | None, default: int | None, prompt_tokens: int, max_context: int, room: int) -> int:
+    """``max_tokens`` for a prompt: what was asked, else the default, or all that fits, cut to the ``room`` there is.
+
+    Raises ``PromptTooLong`` if the prompt, or what was asked with it, exceeds the context. What exceeds only L1 is the planner's
+    to refuse.
     """
-    left = room_tokens - prompt_tokens
-    if asked is not None and asked > left:
+    if asked is not None and prompt_tokens + asked > max_context:
         raise PromptTooLong(
             f"prompt ({prompt_tokens} tokens) and max_tokens ({asked}) are {prompt_tokens + asked} tokens together; "
-            f"at most {room_tokens} fit; shorten the prompt or lower max_tokens"
+            f"the context holds {max_context}; shorten the prompt or lower max_tokens"
         )
-    if left < 1:
-        raise PromptTooLong(f"the prompt has {prompt_tokens} tokens; at most {room_tokens - 1} fit; shorten it")
-    wanted = asked if asked is not None else default
-    return left if wanted is None else min(wanted, left)
+    if asked is not None:
+        return asked
+    if prompt_tokens >= room:
+        raise PromptTooLong(f"the prompt has {prompt_tokens} tokens; at most {room - 1} fit; shorten it")
+    return room - prompt_tokens if default is None else min(default, room - prompt_tokens)
+
+
+def check_token_ids(params: SamplingParams, vocab_size: int) -> None:
+    """Raises ``ValueError`` for a stop token or bias outside the vocabulary."""
+    for name, ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", tuple(params.logit_bias))):
+        for bad in (token for token in ids if not 0 <= token < vocab_size):
+            raise ValueError(f"{name} has the token id {bad}; the model's ids are 0 to {vocab_size - 1}")
 
 
 class Generation:

@@ -18,7 +18,7 @@ import uvloop
 
 from forebay.core.sampling import SamplingParams
 from forebay.frontend.engine import Engine, Planner
-from forebay.frontend.generation import Event, Generation, Result, Work, collect, fit_max_tokens
+from forebay.frontend.generation import Event, Generation, Result, Work, check_token_ids, collect, fit_max_tokens, room_tokens
 from forebay.frontend.later import refuse_later
 from forebay.frontend.model import ServedModel, load_served_model
 from forebay.frontend.prompts import Prompt, PromptEncoder
@@ -31,7 +31,7 @@ from forebay.settings import Settings, resolve
 STOP_S = 10.0
 
 T = TypeVar("T")
-PromptInput = str | Sequence[int]
+PromptInput = str | Sequence[int] | Prompt
 Conversation = Sequence[Mapping[str, str]]
 
 
@@ -80,7 +80,17 @@ class LLM:
         Raises ``SettingsError``, ``models.errors.ModelError``, ``runtime.launch.StartError``, and ``EngineDown`` if the
         engine does not come up.
         """
-        self._host = _Host(model, resolve(refuse_later(settings)))
+        self._start(model, resolve(refuse_later(settings)))
+
+    @classmethod
+    def from_settings(cls, model: str, settings: Settings) -> "LLM":
+        """With settings that are resolved already."""
+        llm = cls.__new__(cls)
+        llm._start(model, settings)
+        return llm
+
+    def _start(self, model: str, settings: Settings) -> None:
+        self._host = _Host(model, settings)
         self._finalizer = weakref.finalize(self, self._host.close)
         try:
             self._host.call(self._host.start())
@@ -115,7 +125,7 @@ class LLM:
         prompts = self._host.call(self._host.render_all(conversations, add_generation_prompt))
         return self._host.call(self._host.run_all(prompts, _for_each(sampling_params, len(prompts))))
 
-    def stream(self, prompt: PromptInput | Prompt, sampling_params: SamplingParams | None = None) -> Iterator[str]:
+    def stream(self, prompt: PromptInput, sampling_params: SamplingParams | None = None) -> Iterator[str]:
         """The text of one prompt piece by piece; stopping early stops the engine's work too. ``n`` must be 1."""
         params = sampling_params or SamplingParams()
         if params.n != 1:
@@ -185,17 +195,22 @@ class _Host:
         # More at once than may wait would be refused by the planner.
         self._places = asyncio.Semaphore(max(1, self.settings.max_waiting))
 
-    async def submit(self, prompt: "PromptInput | Prompt", params: SamplingParams) -> Generation:
+    async def submit(self, prompt: PromptInput, params: SamplingParams) -> Generation:
         assert self._engine is not None
         ready = await self._prompt(prompt)
-        limit = fit_max_tokens(params.max_tokens, None, len(ready.tokens), self._room_tokens(params))
+        check_token_ids(params, self.model.vocab_size)
+        room = room_tokens(self.model.max_context, self._engine.snapshot, self.settings.page_size)
+        limit = fit_max_tokens(params.max_tokens, None, len(ready.tokens), self.model.max_context, room)
         work = Work(f"llm-{secrets.token_hex(12)}", (ready,), (limit,), params)
         return Generation(self._engine, work, self.model.eos, self.seeds, self.model.detokenizer)
 
-    async def run_all(self, prompts: Sequence["PromptInput | Prompt"], params: Sequence[SamplingParams]) -> list[RequestOutput]:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(self._run(prompt, own)) for prompt, own in zip(prompts, params, strict=True)]
-        return [task.result() for task in tasks]
+    async def run_all(self, prompts: Sequence[PromptInput], params: Sequence[SamplingParams]) -> list[RequestOutput]:
+        tasks = [asyncio.ensure_future(self._run(prompt, own)) for prompt, own in zip(prompts, params, strict=True)]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:  # where one fails or the caller is interrupted, the others are not worth going on
+            for task in tasks:
+                task.cancel()
 
     async def render_all(self, conversations: Sequence[Conversation], add_generation_prompt: bool) -> list[Prompt]:
         return [await self.encoder.from_messages(messages, add_generation_prompt) for messages in conversations]
@@ -216,7 +231,7 @@ class _Host:
         if self._planner is not None:
             self._planner.stop(STOP_S)
 
-    async def _run(self, prompt: "PromptInput | Prompt", params: SamplingParams) -> RequestOutput:
+    async def _run(self, prompt: PromptInput, params: SamplingParams) -> RequestOutput:
         async with self._places:
             with await self.submit(prompt, params) as generation:
                 results = await collect(generation)
@@ -230,19 +245,12 @@ class _Host:
             num_cached_tokens=cached.cached_device + cached.cached_host + cached.cached_store,
         )
 
-    async def _prompt(self, prompt: "PromptInput | Prompt") -> Prompt:
+    async def _prompt(self, prompt: PromptInput) -> Prompt:
         if isinstance(prompt, Prompt):
             return prompt
         if isinstance(prompt, str):
             return await self.encoder.from_text(prompt)
         return self.encoder.from_tokens(list(prompt))
-
-    def _room_tokens(self, params: SamplingParams) -> int:
-        assert self._engine is not None and self._engine.snapshot is not None
-        in_cache = self._engine.snapshot.device.capacity * self.settings.page_size
-        if params.max_tokens is not None or not in_cache:
-            return self.model.max_context
-        return min(self.model.max_context, in_cache)
 
     def _completion(self, index: int, result: Result, params: SamplingParams) -> CompletionOutput:
         logprobs = None
@@ -271,7 +279,7 @@ async def _close(generation: Generation) -> None:
 
 
 def _as_list(prompts: PromptInput | Sequence[PromptInput]) -> list[Any]:
-    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+    if isinstance(prompts, str | Prompt) or (prompts and isinstance(prompts[0], int)):
         return [prompts]
     return list(prompts)
 

@@ -9,7 +9,7 @@ from forebay.core.messages import Snapshot
 from forebay.core.sampling import SamplingParams
 from forebay.frontend.engine import Engine
 from forebay.frontend.errors import ApiError
-from forebay.frontend.generation import Generation, Work, fit_max_tokens
+from forebay.frontend.generation import Generation, Work, check_token_ids, fit_max_tokens, room_tokens
 from forebay.frontend.limits import body_limit
 from forebay.frontend.model import ServedModel
 from forebay.frontend.prompts import Prompt, PromptEncoder
@@ -43,10 +43,10 @@ class Service:
     def checked_params(self, request: CompletionRequest | ChatRequest) -> SamplingParams:
         """Raises ``ApiError`` (400)."""
         params = sampling_params(request)
-        for name, ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", tuple(params.logit_bias))):
-            for bad in (token for token in ids if not 0 <= token < self.model.vocab_size):
-                allowed = f"the model's ids are 0 to {self.model.vocab_size - 1}"
-                raise ApiError(400, f"{name} has the token id {bad}; {allowed}", name, "invalid_value")
+        try:
+            check_token_ids(params, self.model.vocab_size)
+        except ValueError as error:
+            raise ApiError(400, str(error), str(error).split()[0], "invalid_value") from None
         return params
 
     def generate(
@@ -58,10 +58,9 @@ class Service:
         prefix: str,
     ) -> Generation:
         """Submit. Raises ``PromptTooLong``, ``EngineDown``, ``ApiError``."""
-        limits = []
-        for prompt in prompts:
-            room = self.model.max_context if params.max_tokens is not None else self.room_tokens
-            limits.append(fit_max_tokens(params.max_tokens, default_tokens, len(prompt.tokens), room))
+        context = self.model.max_context
+        room = room_tokens(context, self.engine.snapshot, self.settings.page_size)
+        limits = [fit_max_tokens(params.max_tokens, default_tokens, len(prompt.tokens), context, room) for prompt in prompts]
         if params.min_tokens > min(limits):
             message = f"min_tokens is {params.min_tokens}; at most {min(limits)} tokens are generated here"
             raise ApiError(400, message, "min_tokens", "invalid_value")
@@ -75,13 +74,6 @@ class Service:
             priority=priority(request),
         )
         return Generation(self.engine, work, self.model.eos, self.seeds, self.model.detokenizer)
-
-    @property
-    def room_tokens(self) -> int:
-        """Tokens that one request can have at all: the context, or all of L1 where that is less."""
-        snapshot = self.engine.snapshot
-        pages = snapshot.device.capacity if snapshot is not None else 0
-        return min(self.model.max_context, pages * self.settings.page_size) if pages else self.model.max_context
 
     def require_ready(self) -> Snapshot:
         """Raises ``EngineDown`` while nothing can be served."""

@@ -25,7 +25,7 @@ MODEL = "tiny"
 def says(text: str, end: bool = True) -> Callable[[Submit], list[int]]:
     """Every sequence gets this text, then its end, or the text again and again."""
     tokens = list(text.encode())
-    return lambda _: tokens + [EOS] if end else tokens * 1000
+    return lambda _: [*tokens, EOS] if end else tokens * 1000
 
 
 @dataclass

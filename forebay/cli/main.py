@@ -1,0 +1,130 @@
+"""The `forebay` command: what it can do, and how it fails.
+
+A user's mistake is one line on stderr and exit status 2. `--help` must be quick, so nothing heavy is imported up here.
+"""
+
+import sys
+from typing import Annotated, Any
+
+import typer
+
+import forebay
+from forebay.cli.options import ConfigFile, takes_settings
+from forebay.settings import SettingsError
+
+EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130
+_LATER_COMMANDS = ("store", "bench", "simulate", "timeline", "doctor")
+
+app = typer.Typer(
+    name="forebay",
+    help="Serves language models over pipeline stages with a tiered KV cache.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Model = Annotated[str, typer.Argument(help="a Hugging Face directory, a .gguf file, or demo", show_default=False)]
+Json = Annotated[bool, typer.Option("--json", help="print one JSON document")]
+
+
+class UserError(Exception):
+    """One line for stderr; exit status 2."""
+
+
+@app.callback(invoke_without_command=True)
+def _top(
+    show_version: Annotated[bool, typer.Option("--version", help="print the version", is_eager=True)] = False,
+) -> None:
+    if show_version:
+        print(f"forebay {forebay.__version__}")
+        raise typer.Exit
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    print(f"forebay {forebay.__version__}")
+
+
+@app.command()
+@takes_settings
+def serve(settings: dict[str, Any], model: Model, config: ConfigFile = None) -> None:
+    """Serve a model over the OpenAI API."""
+    from forebay.cli.serve import run_server
+
+    raise typer.Exit(run_server(model, settings, config))
+
+
+@app.command()
+@takes_settings
+def generate(
+    settings: dict[str, Any],
+    model: Model,
+    prompts: Annotated[list[str], typer.Argument(metavar="PROMPT...", help="text to continue", show_default=False)],
+    config: ConfigFile = None,
+    json: Json = False,
+    chat: Annotated[bool, typer.Option("--chat", help="each prompt is a user's message, put through the chat template")] = False,
+    max_tokens: Annotated[str | None, typer.Option(metavar="TOKENS", help="at most this much output [dim]\\[256][/dim]")] = None,
+    min_tokens: Annotated[str | None, typer.Option(metavar="TOKENS", help="no end before this much output")] = None,
+    temperature: Annotated[str | None, typer.Option(help="0 is greedy [dim]\\[0][/dim]")] = None,
+    top_p: Annotated[str | None, typer.Option(help="nucleus sampling")] = None,
+    top_k: Annotated[str | None, typer.Option(help="only the k most likely tokens")] = None,
+    min_p: Annotated[str | None, typer.Option(help="only tokens this likely relative to the best")] = None,
+    repetition_penalty: Annotated[str | None, typer.Option(help="above 1 discourages what was there")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="text that ends the output; may be repeated")] = None,
+) -> None:
+    """Continue each prompt and print the text as it comes."""
+    from forebay.cli.generate import Asked, run_generate
+
+    sampling = {
+        "max_tokens": max_tokens,
+        "min_tokens": min_tokens,
+        "temperature": temperature,
+        "top_p": top_p,
+        "top_k": top_k,
+        "min_p": min_p,
+        "repetition_penalty": repetition_penalty,
+    }
+    given = {name: value for name, value in sampling.items() if value is not None}
+    run_generate(Asked(model, tuple(prompts), given, tuple(stop or ()), settings, config, as_json=json, as_chat=chat))
+
+
+@app.command("config")
+def show_config(json: Json = False) -> None:
+    """List every setting with unit, default, range and why."""
+    from forebay.cli.config import print_config
+
+    print_config(as_json=json)
+
+
+def _refuse_command(name: str) -> None:
+    @app.command(name, hidden=True, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+    def refused(_: typer.Context) -> None:
+        raise UserError(f"not available yet: forebay {name}; `forebay --help` lists what is")
+
+
+for _name in _LATER_COMMANDS:
+    _refuse_command(_name)
+
+
+def main() -> None:
+    """Entry point of the console script: runs the command and exits with its status."""
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(arguments: list[str]) -> int:
+    """The exit status of one command."""
+    try:
+        status = app(arguments, prog_name="forebay", standalone_mode=False)
+    except (typer.TyperException, UserError, SettingsError) as error:
+        return _fail(error.format_message() if isinstance(error, typer.TyperException) else str(error))
+    except (typer.Abort, KeyboardInterrupt):
+        return EXIT_INTERRUPTED
+    return status if isinstance(status, int) else 0
+
+
+def _fail(text: str) -> int:
+    print(f"forebay: {' '.join(text.split())}", file=sys.stderr)
+    return EXIT_USAGE
