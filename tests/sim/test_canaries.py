@@ -1,0 +1,168 @@
+"""Planted bugs: each must be found within a few hundred histories, or the simulator has gone blind."""
+
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from forebay.core import admission, building, planner, request
+from forebay.core.device_cache import DeviceCache
+from forebay.core.messages import FinishReason
+from forebay.core.replica import Replica
+from forebay.core.request import Request
+from forebay.core.tree import Node, PrefixTree
+from forebay.sim.fuzz import CampaignError, run_campaign
+
+SEEDS = 400
+Patch = Callable[[pytest.MonkeyPatch], None]
+
+
+def free_at_token_return(patch: pytest.MonkeyPatch) -> None:
+    """Pages are freed when the request ends, not when its last plan has retired (R5)."""
+    release = DeviceCache.release
+
+    def now(self: DeviceCache, path: Sequence[Node], pages: Sequence[int], after_plan: int) -> None:
+        release(self, path, pages, min(after_plan, self.retired))
+
+    patch.setattr(DeviceCache, "release", now)
+
+
+def evict_pinned(patch: pytest.MonkeyPatch) -> None:
+    """Pins are forgotten one too early."""
+    pin = PrefixTree.pin
+
+    def forgetful(self: PrefixTree, node: Node) -> None:
+        pin(self, node)
+        if node.pins == 1:
+            self.unpin([node])
+
+    patch.setattr(PrefixTree, "pin", forgetful)
+
+
+def match_one_page_too_many(patch: pytest.MonkeyPatch) -> None:
+    """A request believes that the page after its prefix is cached too."""
+    reserve = admission._reserve
+
+    def hopeful(replica: Replica, request: Request) -> bool:
+        reserved = reserve(replica, request)
+        if reserved and request.computed + replica.config.page_size < request.length - 1:
+            request.computed += replica.config.page_size
+        return reserved
+
+    patch.setattr(admission, "_reserve", hopeful)
+
+
+def ignore_the_salt(patch: pytest.MonkeyPatch) -> None:
+    root_hash = planner.root_hash
+    patch.setattr(planner, "root_hash", lambda *args, salt: root_hash(*args))
+
+
+def repeat_the_last_token_after_a_retraction(patch: pytest.MonkeyPatch) -> None:
+    retract = Replica.retract
+
+    def lossy(self: Replica, request: Request) -> None:
+        if request.emitted:
+            del request.packed[-4:]
+        retract(self, request)
+
+    patch.setattr(Replica, "retract", lossy)
+
+
+def forget_the_remap(patch: pytest.MonkeyPatch) -> None:
+    """A twin's duplicate is freed, but the workers are not told (R8)."""
+    settle = building._settle_twins
+
+    def silent(replica: Replica, request: Request) -> None:
+        settle(replica, request)
+        request.remaps.clear()
+
+    patch.setattr(building, "_settle_twins", silent)
+
+
+def leak_on_abort(patch: pytest.MonkeyPatch) -> None:
+    finish = planner.Planner._finish
+
+    def leaky(self: planner.Planner, request: Request, reason: FinishReason, message: str = "") -> None:
+        if reason is FinishReason.ABORT and request.table:
+            request.table.pop()
+        finish(self, request, reason, message)
+
+    patch.setattr(planner.Planner, "_finish", leaky)
+
+
+def one_token_beyond_the_limit(patch: pytest.MonkeyPatch) -> None:
+    accept = request.Request.accept
+
+    def generous(self: Request, token: int, max_context: int) -> FinishReason | None:
+        reason = accept(self, token, max_context)
+        return None if reason is FinishReason.LENGTH and self.emitted == self.params.max_tokens else reason
+
+    patch.setattr(request.Request, "accept", generous)
+
+
+def lose_a_ready_decode(patch: pytest.MonkeyPatch) -> None:
+    """A wake-up that gets lost: the request waits with nothing in flight."""
+    original = building._ensure_page
+
+    def drop(replica: Replica, request: Request) -> bool:
+        ensured = original(replica, request)
+        if ensured and len(replica.decodes) > 2:
+            replica.decodes.pop()
+        return ensured
+
+    patch.setattr(building, "_ensure_page", drop)
+
+
+def believe_plans_of_the_old_epoch(patch: pytest.MonkeyPatch) -> None:
+    """After a restart the tree still holds what the old grid computed."""
+    lose = Replica.lose_grid
+    start = Replica.start_epoch
+
+    def keep(self: Replica) -> None:
+        cache = self.cache
+        lose(self)
+        self._old = cache  # type: ignore[attr-defined]
+
+    def restore(self: Replica, device_pages: int, s_per_token: float, now: float) -> None:
+        start(self, device_pages, s_per_token, now)
+        old = getattr(self, "_old", None)
+        if old is not None and old.pool.capacity == device_pages:
+            for number in range(old.retired + 1, self.built + 1):
+                old.retire(number)
+            self.cache = old
+
+    patch.setattr(Replica, "lose_grid", keep)
+    patch.setattr(Replica, "start_epoch", restore)
+
+
+def digest_without_remaps(patch: pytest.MonkeyPatch) -> None:
+    digest = building._digest
+
+    def partial(replica: Replica, draft: building._Draft) -> bytes:
+        remaps, draft.remaps = draft.remaps, []
+        value = digest(replica, draft)
+        draft.remaps = remaps
+        return value
+
+    patch.setattr(building, "_digest", partial)
+
+
+CANARIES: list[Patch] = [
+    free_at_token_return,
+    evict_pinned,
+    match_one_page_too_many,
+    ignore_the_salt,
+    repeat_the_last_token_after_a_retraction,
+    forget_the_remap,
+    leak_on_abort,
+    one_token_beyond_the_limit,
+    lose_a_ready_decode,
+    believe_plans_of_the_old_epoch,
+    digest_without_remaps,
+]
+
+
+@pytest.mark.parametrize("plant", CANARIES, ids=lambda plant: plant.__name__)
+def test_a_planted_bug_is_found(plant: Patch, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch)
+    with pytest.raises(CampaignError):
+        run_campaign(0, SEEDS)
