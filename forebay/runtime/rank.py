@@ -23,6 +23,7 @@ from forebay.runtime.warmup import warm_up
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _MIB = 1 << 20
+_KV_SHARE = 0.85
 
 
 class MemoryShortage(Exception):
@@ -59,15 +60,23 @@ class LoadedRank:
         return _parameters(self.config, self.shard) * self.stage.dtype.itemsize
 
     def affordable_pages(self) -> int:
-        """Pages that ``device_memory`` holds. Raises ``MemoryShortage`` if that is none."""
-        pages = self.boot.device_memory // self.page_bytes
+        """Pages that this rank's memory holds. Raises ``MemoryShortage`` if that is none."""
+        memory = self.boot.device_memory or self._memory_left()
+        pages = memory // self.page_bytes
         if not pages:
             raise MemoryShortage(
-                f"device memory of {self.boot.device_memory} bytes holds no page of {self.page_bytes} bytes "
+                f"device memory of {memory} bytes holds no page of {self.page_bytes} bytes "
                 f"({self.boot.page_size} tokens on rank {self.place.rank}); "
                 "give more with --device-memory or less with --page-size"
             )
         return pages
+
+    def _memory_left(self) -> int:
+        """Bytes of the GPU that weights left free, but for a share for activations, among the ranks that use this GPU."""
+        if self.device.type != "cuda":
+            return 0
+        free, _ = torch.cuda.mem_get_info(self.device)
+        return int(free * _KV_SHARE) // -(-self.place.world // torch.cuda.device_count())
 
     def allocate(self, pages: int, address: str, ring: SpanRing) -> ReadyRank:
         """Make the pool, meet the other ranks at ``address``, and run a few passes that leave no trace.

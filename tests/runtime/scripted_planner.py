@@ -87,7 +87,7 @@ class ScriptedPlanner:
         self.world = pp * tp
         self.sampling_rank = (pp - 1) * tp
         self.processes: list[subprocess.Popen[bytes]] = []
-        self.heartbeats: dict[int, int] = {}
+        self.heartbeats: list[Heartbeat] = []
         self.done: dict[int, dict[int, PlanDone]] = {}
         self.ready: dict[int, Ready] = {}
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -114,7 +114,7 @@ class ScriptedPlanner:
     def spawn(self) -> None:
         self.processes = [spawn_worker(boot) for boot in self._boots]
 
-    def start(self) -> "ScriptedPlanner":
+    def start(self, pages: int = PAGES) -> "ScriptedPlanner":
         """Hello, Loaded, Allocate, Ready of all ranks."""
         self.spawn()
         deadline = time.monotonic() + START_DEADLINE_S
@@ -126,8 +126,9 @@ class ScriptedPlanner:
                     hello[message.rank] = message
                 case Loaded():
                     loaded[message.rank] = message
+        assert all(message.device_pages >= PAGES for message in loaded.values())
         assert {rank: message.pid for rank, message in hello.items()} == dict(enumerate(p.pid for p in self.processes))
-        self.broadcast(Allocate(EPOCH, min(PAGES, *(m.device_pages for m in loaded.values())), loaded[0].rendezvous))
+        self.broadcast(Allocate(EPOCH, pages, loaded[0].rendezvous))
         while len(self.ready) < self.world:
             message = self.receive(deadline)
             if isinstance(message, Ready):
@@ -138,14 +139,26 @@ class ScriptedPlanner:
         self.broadcast(Stop(EPOCH, "test over"))
 
     def close(self) -> None:
+        self.close_sockets()
         for process in self.processes:
             process.kill()
             process.wait()
             assert process.stdin is not None
             process.stdin.close()
+
+    def close_sockets(self) -> None:
         for socket in self._sockets.values():
             socket.close(linger=0)
         self._context.term()
+
+    def wait_for_fault(self) -> Fault:
+        """The next Fault, whatever else is said before it."""
+        deadline = time.monotonic() + START_DEADLINE_S
+        while True:
+            try:
+                self.receive(deadline)
+            except WorkerFault as fault:
+                return fault.fault
 
     def request(self, slot: int, prompt: Sequence[int], params: SamplingParams = GREEDY, shared: Sequence[int] = ()) -> Request:
         """A request whose first pages are ``shared`` ones that hold its prompt's beginning already."""
@@ -196,7 +209,7 @@ class ScriptedPlanner:
         self._sockets["plan"].send_multipart([self._boots[rank].plan_identity, encode(message)])
 
     def receive(self, deadline: float) -> FromWorker:
-        """The next message of any worker but heartbeats; PlanDone and Heartbeat are kept. Raises ``WorkerFault``, ``TimeoutError``."""
+        """The next message; heartbeats and PlanDone are kept too. Raises ``WorkerFault`` or ``TimeoutError``."""
         poller = zmq.Poller()
         for socket in self._sockets.values():
             poller.register(socket, zmq.POLLIN)
@@ -205,13 +218,12 @@ class ScriptedPlanner:
                 identity, frame = socket.recv_multipart()
                 message = decode_from_worker(frame)
                 boot = self._boots[message.rank]
-                is_beat = isinstance(message, Heartbeat)
-                assert identity == (boot.io_identity if is_beat else boot.plan_identity)
+                assert identity == (boot.io_identity if isinstance(message, Heartbeat) else boot.plan_identity)
                 if isinstance(message, Fault):
                     raise WorkerFault(message)
                 if isinstance(message, Heartbeat):
-                    self.heartbeats[message.rank] = message.applied
-                    continue
+                    self.heartbeats.append(message)
+                    return message
                 if isinstance(message, PlanDone):
                     self.done.setdefault(message.number, {})[message.rank] = message
                 return message
