@@ -1,0 +1,251 @@
+"""Holders come, tell what they have, fall silent, go (rules S3, S4 and S6).
+
+A registration opens a round: what the master knew of the holder stays listed but is UNAVAILABLE until its inventory is complete.
+Each inventory entry then confirms a replica, adds one (a restarted master knows nothing), or is refused because a newer generation
+or a tombstone stands against it. What no entry confirmed is dropped. Adopted memory may still be read under leases of an earlier
+epoch, so it is leased for ttl + 1 s from the start of the inventory.
+"""
+
+from forebay.store.master import burial, promotion, puts, space
+from forebay.store.master.extents import Extents, footprint
+from forebay.store.master.records import HEADER_BYTES, Close, Holder, MemoryReplica, Object, State
+from forebay.store.master.transitions import Cause, ReplicaState, move
+from forebay.store.wire.messages import (
+    Beat,
+    Dropped,
+    HeldMemory,
+    HeldSsd,
+    Inventory,
+    Persisted,
+    Register,
+    Registered,
+    Retire,
+    Serving,
+)
+
+RESTART_GRACE_S = 1.0
+
+
+def register(state: State, now: float, session: int, message: Register, token_key: bytes) -> None:
+    """A holder (re)connects. Its earlier connection, if any, is closed."""
+    holder = state.by_name.get(message.name)
+    if holder is None:
+        holder = Holder(len(state.by_name) + 1, message, session, token_key)
+        state.by_name[message.name] = state.holders[holder.number] = holder
+    elif holder.present:
+        earlier = holder.session
+        lost(state, holder)
+        state.sessions[earlier].holder = None
+        state.out.append(Close(earlier, f"holder {message.name} registered again"))
+    same_memory = holder.register.instance == message.instance
+    holder.register, holder.session, holder.token_key = message, session, token_key
+    holder.round += 1
+    holder.present, holder.complete, holder.suspect = True, False, False
+    holder.last_seen, holder.inventory_next = now, 0
+    holder.ssd_ok, holder.ssd_state = holder.has_log, "ok" if holder.has_log else "none"
+    holder.settle()
+    state.sessions[session].holder = holder
+    if not same_memory:
+        _forget_memory(state, holder)
+    state.next_generation = max(state.next_generation, message.highest_generation + 1)
+    state.send(session, Registered(holder.number, state.epoch, token_key, state.config.lease_s))
+
+
+def inventory(state: State, now: float, holder: Holder, message: Inventory) -> None:
+    if message.sequence != holder.inventory_next or holder.complete:
+        reason = f"inventory piece {message.sequence} came where {holder.inventory_next} was due"
+        state.out.append(Close(holder.session, reason))
+        return
+    holder.inventory_next += 1
+    burial.learn(state, message.graves)
+    digger = burial.Digger(state)
+    refused: list[tuple[int, int]] = []
+    pending = {replica.stamp for replica in space.ranges(holder, state)} if message.memory else set()
+    for entry in message.memory:
+        if not _take_memory(state, now, holder, entry, digger, pending):
+            refused.append((entry.offset, entry.stamp))
+    for held in message.ssd:
+        _take_ssd(state, now, holder, held, digger)
+    if refused:
+        state.send(holder.session, Retire(refused))
+    digger.send(holder.session, None, b"")
+    if message.last:
+        _complete(state, now, holder)
+
+
+def lost(state: State, holder: Holder) -> None:
+    """Its connection ended. Its keys are UNAVAILABLE until it comes back; puts it was to receive go on if they have others."""
+    holder.present = holder.complete = False
+    holder.settle()
+    promotion.holder_lost(state, holder)
+    burial.holder_lost(state, holder)
+    state.count("holder_lost")
+
+
+def beat(state: State, now: float, holder: Holder, message: Beat) -> None:
+    holder.ssd_used, holder.ssd_state = message.ssd_used, message.ssd_state
+    holder.ssd_ok = message.ssd_ok and holder.has_log
+
+
+def heard(holder: Holder, now: float) -> None:
+    """Any message of a holder ends suspicion."""
+    holder.last_seen = now
+    if holder.suspect:
+        holder.suspect = False
+        holder.settle()
+
+
+def suspect_silent(state: State, now: float) -> None:
+    for holder in state.holders.values():
+        if holder.present and not holder.suspect and now - holder.last_seen > state.config.silence_s:
+            holder.suspect = True
+            holder.settle()
+            state.count("holder_suspected")
+
+
+def persisted(state: State, holder: Holder, message: Persisted) -> None:
+    """These objects gained an SSD copy; of a put in flight it is noted, of anything else the log must forget it."""
+    digger = burial.Digger(state)
+    for entry in message.entries:
+        tenant = state.tenants.get(entry.tenant)
+        known = tenant.objects.get(entry.key) if tenant else None
+        put = tenant.pending.get(entry.key) if tenant else None
+        if known is not None and known.generation == entry.generation:
+            puts.install_ssd(state, known, holder)
+        elif put is not None and put.object.generation == entry.generation:
+            put.persisted.append(holder)
+        else:
+            digger.bury_at(holder, entry.tenant, entry.key, entry.generation)
+    digger.send(holder.session, None, b"")
+
+
+def dropped(state: State, holder: Holder, message: Dropped) -> None:
+    """These records left the log of ``holder``."""
+    for entry in message.entries:
+        tenant = state.tenants.get(entry.tenant)
+        known = tenant.objects.get(entry.key) if tenant else None
+        if known is not None and known.generation == entry.generation:
+            _drop_ssd(state, known, holder)
+
+
+def _drop_ssd(state: State, object: Object, holder: Holder) -> None:
+    for copy in object.ssd:
+        if copy.holder is holder:
+            move(copy, Cause.LOSE)
+            object.ssd = tuple(other for other in object.ssd if other is not copy)
+            space.relist(object)
+            break
+    _unlist_if_empty(object)
+
+
+def _unlist_if_empty(object: Object) -> None:
+    if not object.memory and not object.ssd and object.tenant.objects.get(object.key) is object:
+        del object.tenant.objects[object.key]
+
+
+def _take_memory(state: State, now: float, holder: Holder, entry: HeldMemory, digger: burial.Digger, pending: set[int]) -> bool:
+    """Confirm or adopt one object in memory; False if the holder is to retire it."""
+    tenant = state.tenant(entry.tenant)
+    known = tenant.objects.get(entry.key)
+    if known is not None:
+        for replica in known.memory:
+            if replica.holder is holder and replica.stamp == entry.stamp and replica.offset == entry.offset:
+                replica.round = holder.round
+                return True
+    if entry.stamp in pending:
+        return True  # a put in flight, or draining: its own story goes on
+    size = footprint(entry.length, HEADER_BYTES)
+    if not holder.extents.reserve(entry.offset, size):
+        return False
+    until = now + state.config.lease_s + RESTART_GRACE_S
+    grave = burial.graves_against(state, holder).get((entry.tenant, entry.key), 0)
+    newer = known is not None and known.generation > entry.generation
+    if grave >= entry.generation or newer:
+        _drain_stranger(holder, Object(tenant, entry.key, entry.generation, entry.length), entry, until)
+        if holder.has_log:
+            digger.bury_at(holder, entry.tenant, entry.key, entry.generation)
+        return True
+    object = _adopt(state, now, tenant.name, entry.key, entry.generation, entry.length, digger)
+    replica = MemoryReplica(object, holder, entry.offset, entry.stamp)
+    move(replica, Cause.ADOPT)
+    space.take_note(replica)
+    space.list_memory(state, replica)
+    object.lease_until = max(object.lease_until, until)
+    state.next_generation = max(state.next_generation, entry.stamp + 1)
+    return True
+
+
+def _take_ssd(state: State, now: float, holder: Holder, entry: HeldSsd, digger: burial.Digger) -> None:
+    tenant = state.tenant(entry.tenant)
+    known = tenant.objects.get(entry.key)
+    grave = burial.graves_against(state, holder).get((entry.tenant, entry.key), 0)
+    if grave >= entry.generation or (known is not None and known.generation > entry.generation):
+        digger.bury_at(holder, entry.tenant, entry.key, entry.generation)
+        return
+    put = tenant.pending.get(entry.key)
+    if put is not None and put.object.generation == entry.generation:
+        put.persisted.append(holder)
+        return
+    object = _adopt(state, now, entry.tenant, entry.key, entry.generation, entry.length, digger)
+    puts.install_ssd(state, object, holder)
+
+
+def _adopt(state: State, now: float, tenant_name: str, key: bytes, generation: int, length: int, digger: burial.Digger) -> Object:
+    """The object of this generation, newly listed if need be; an older one is buried and gives way."""
+    tenant = state.tenant(tenant_name)
+    known = tenant.objects.get(key)
+    if known is not None and known.generation == generation:
+        return known
+    if known is not None:
+        digger.bury(known)
+        puts.unlist(state, now, known)
+    object = tenant.objects[key] = Object(tenant, key, generation, length)
+    state.next_generation = max(state.next_generation, generation + 1)
+    return object
+
+
+def _drain_stranger(holder: Holder, object: Object, entry: HeldMemory, until: float) -> None:
+    object.lease_until = until
+    replica = MemoryReplica(object, holder, entry.offset, entry.stamp)
+    move(replica, Cause.DRAIN)
+    space.take_note(replica)
+    holder.draining[entry.stamp] = replica
+
+
+def _complete(state: State, now: float, holder: Holder) -> None:
+    """The inventory is in: what it did not confirm is gone."""
+    for tenant in state.tenants.values():
+        for object in list(tenant.objects.values()):
+            for replica in object.memory:
+                if replica.holder is holder and replica.round != holder.round:
+                    space.drop_memory(state, replica, lease_until=0.0, now=0.0)
+            if any(copy.holder is holder and copy.round != holder.round for copy in object.ssd):
+                _drop_ssd(state, object, holder)
+            _unlist_if_empty(object)
+    owed = burial.graves_against(state, holder)
+    if owed:
+        digger = burial.Digger(state)
+        for (tenant_name, key), generation in owed.items():
+            digger.bury_at(holder, tenant_name, key, generation)
+        digger.send(holder.session, None, b"", delivers=holder.register.name)
+    holder.complete = True
+    holder.settle()
+    state.send(holder.session, Serving(sum(1 for _ in space.ranges(holder, state))))
+
+
+def _forget_memory(state: State, holder: Holder) -> None:
+    """Its segment is a new one: every replica in the old one is lost, and readers of the old one harm nobody."""
+    for replica in list(space.ranges(holder, state)):
+        object = replica.object
+        object.memory = tuple(other for other in object.memory if other is not replica)
+        object.tenant.memory_bytes -= replica.size
+        if replica.lane is not None:
+            replica.lane.remove(replica)
+        was_put = replica.state is ReplicaState.WRITING
+        move(replica, Cause.LOSE)
+        if not was_put:
+            _unlist_if_empty(object)
+    holder.draining.clear()
+    holder.lanes.clear()
+    holder.in_flight_bytes = 0
+    holder.extents = Extents(holder.register.memory_bytes)

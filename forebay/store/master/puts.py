@@ -1,0 +1,257 @@
+"""Writes: start, end, revoke, and puts that wait for room (rules S3 and S7).
+
+A put is invisible until its end, and belongs to the connection that started it: when that is lost it is revoked at once. Nobody
+waits while holding room: a PutStart is answered as soon as any of its keys has a definite answer, with AGAIN for the others, and
+waits (``put_wait_s`` at most) only while all of its keys do. So batches cannot starve each other.
+"""
+
+import hashlib
+import struct
+
+from forebay.store.backend import Status
+from forebay.store.master import space
+from forebay.store.master.burial import Digger
+from forebay.store.master.extents import footprint
+from forebay.store.master.records import (
+    HEADER_BYTES,
+    Holder,
+    MemoryReplica,
+    Object,
+    Put,
+    Session,
+    SsdReplica,
+    State,
+    Tenant,
+    Waiting,
+)
+from forebay.store.master.transitions import Cause, move
+from forebay.store.wire.messages import (
+    AGAIN,
+    MAX_KEY_BYTES,
+    Codes,
+    Grant,
+    Granted,
+    PutEnd,
+    PutRevoke,
+    PutStart,
+    Room,
+)
+
+MAX_OBJECT_BYTES = 1 << 40
+TOKEN_BYTES = 8
+_PLACE = struct.Struct("<QQQ")
+
+
+def room_token(token_key: bytes, tenant: str, key: bytes, generation: int, offset: int, length: int) -> bytes:
+    """Proves to a holder that its master gave this room to this tenant for this key."""
+    signed = _PLACE.pack(generation, offset, length) + struct.pack("<I", len(tenant.encode())) + tenant.encode() + key
+    return hashlib.blake2b(signed, key=token_key, digest_size=TOKEN_BYTES).digest()
+
+
+def start(state: State, now: float, session: int, message: PutStart) -> None:
+    request = Waiting(session, message.call, message.keys, message.lengths, now + state.config.put_wait_s)
+    if try_answer(state, now, request, final=False):
+        return
+    if len(state.waiting) >= state.config.max_waiting_puts:
+        try_answer(state, now, request, final=True)
+        return
+    state.count("puts_waited")
+    state.waiting.append(request)
+
+
+def try_answer(state: State, now: float, request: Waiting, *, final: bool) -> bool:
+    """Grant what can be granted; True if an answer was sent. ``final``: no more waiting, AGAIN becomes an error."""
+    owner = state.sessions[request.session]
+    grants = [
+        _grant(state, now, request.session, owner, key, length) for key, length in zip(request.keys, request.lengths, strict=True)
+    ]
+    if not final and grants and all(grant.code == AGAIN for grant in grants):
+        return False
+    if final:
+        refusal = Grant(Status.NO_SPACE if state.usable_holders() else Status.UNAVAILABLE)
+        grants = [refusal if grant.code == AGAIN else grant for grant in grants]
+        state.count("puts_refused", sum(grant is refusal for grant in grants))
+    state.send(request.session, Granted(request.call, grants))
+    return True
+
+
+def retry_waiting(state: State, now: float) -> None:
+    """Room may have appeared, or time run out: oldest first."""
+    for _ in range(len(state.waiting)):
+        request = state.waiting.popleft()
+        if request.session in state.sessions and not try_answer(state, now, request, final=now >= request.deadline):
+            state.waiting.append(request)
+
+
+def end(state: State, now: float, session: int, message: PutEnd) -> None:
+    owner, digger, codes = state.sessions[session], Digger(state), bytearray()
+    for key, generation, written in zip(message.keys, message.generations, message.written, strict=True):
+        put = owner.puts.pop((key, generation), None)
+        codes.append(Status.NOT_FOUND if put is None else _commit(state, now, put, written, digger))
+    digger.send(session, message.call, bytes(codes))
+
+
+def revoke(state: State, session: int, message: PutRevoke) -> None:
+    owner, codes = state.sessions[session], bytearray()
+    for key, generation in zip(message.keys, message.generations, strict=True):
+        put = owner.puts.pop((key, generation), None)
+        codes.append(Status.NOT_FOUND if put is None else Status.OK)
+        if put is not None:
+            discard(state, put)
+    state.send(session, Codes(message.call, bytes(codes)))
+
+
+def writer_lost(state: State, owner: Session) -> None:
+    for put in owner.puts.values():
+        discard(state, put)
+        state.count("puts_revoked")
+    owner.puts.clear()
+
+
+def discard(state: State, put: Put) -> None:
+    """Take back the room of a put that will not end, and whatever of it reached a log."""
+    digger = Digger(state)
+    digger.bury(put.object)
+    for replica in put.object.memory:
+        drop_unwritten(state, replica)
+    put.object.memory = ()
+    del put.object.tenant.pending[put.object.key]
+    digger.send(put.session, None, b"")
+
+
+def drop_unwritten(state: State, replica: MemoryReplica) -> None:
+    move(replica, Cause.REVOKE)
+    replica.holder.in_flight_bytes -= replica.size
+    space.free(state, replica)
+
+
+def install_ssd(state: State, object: Object, holder: Holder) -> None:
+    """``object`` is in the log of ``holder``: announced, or found in its inventory."""
+    for known in object.ssd:
+        if known.holder is holder:
+            known.round = holder.round
+            return
+    replica = SsdReplica(holder)
+    move(replica, Cause.ADOPT)
+    object.ssd = (*object.ssd, replica)
+    space.relist(object)
+
+
+def unlist(state: State, now: float, object: Object) -> None:
+    """An object leaves the tables: removed, or replaced. Bury it first."""
+    for replica in object.memory:
+        space.drop_memory(state, replica, object.lease_until, now)
+    for copy in object.ssd:
+        move(copy, Cause.RETIRE)
+    object.ssd = ()
+    if object.tenant.objects.get(object.key) is object:
+        del object.tenant.objects[object.key]
+
+
+def _grant(state: State, now: float, session: int, owner: Session, key: bytes, length: int) -> Grant:
+    tenant = owner.tenant
+    if not 0 < len(key) <= MAX_KEY_BYTES or not 0 < length <= MAX_OBJECT_BYTES:
+        return Grant(Status.INVALID)
+    known = tenant.objects.get(key)
+    if known is not None and known.length == length and known.readable():
+        return Grant(Status.EXISTS)
+    if key in tenant.pending:
+        return Grant(AGAIN)
+    holders = state.usable_holders()
+    if not holders:
+        return Grant(AGAIN)
+    need = footprint(length, HEADER_BYTES)
+    if all(need > holder.extents.capacity for holder in holders):
+        return Grant(Status.NO_SPACE)
+    if not _within_quota(state, now, tenant, need * min(state.config.replicas, len(holders))):
+        return Grant(Status.QUOTA_EXCEEDED)
+    return _open(state, now, session, owner, key, length, holders)
+
+
+def _open(state: State, now: float, session: int, owner: Session, key: bytes, length: int, holders: list[Holder]) -> Grant:
+    tenant = owner.tenant
+    places = _choose(state, now, length, holders)
+    if not places:
+        return Grant(AGAIN)
+    object = Object(tenant, key, state.new_generation(), length)
+    rooms = []
+    for holder, offset in places:
+        replica = MemoryReplica(object, holder, offset, object.generation)
+        move(replica, Cause.ALLOCATE)
+        space.take_note(replica)
+        holder.in_flight_bytes += replica.size
+        object.memory = (*object.memory, replica)
+        token = room_token(holder.token_key, tenant.name, key, object.generation, offset, length)
+        rooms.append(Room(holder.number, offset, token))
+    put = Put(object, session)
+    tenant.pending[key] = put
+    owner.puts[key, object.generation] = put
+    return Grant(Status.OK, object.generation, tuple(rooms))
+
+
+def _choose(state: State, now: float, length: int, holders: list[Holder]) -> list[tuple[Holder, int]]:
+    """Room at up to ``replicas`` holders. Those with least on its way go first, in turn, so that a new empty holder does not
+    draw every write (FIELD_REPORTS R8)."""
+    state.turn += 1
+    turned = holders[state.turn % len(holders) :] + holders[: state.turn % len(holders)]
+    high = state.config.high_watermark
+    turned.sort(key=lambda holder: (holder.used > high * holder.extents.capacity, holder.in_flight_bytes // (64 << 20)))
+    places: list[tuple[Holder, int]] = []
+    for holder in turned:
+        offset = space.allocate(state, now, holder, length)
+        if offset is not None:
+            places.append((holder, offset))
+            if len(places) == state.config.replicas:
+                break
+    return places
+
+
+def _within_quota(state: State, now: float, tenant: Tenant, need: int) -> bool:
+    if tenant.quota is None:
+        return True
+    excess = tenant.memory_bytes + need - tenant.quota
+    return excess <= 0 or space.evict_tenant(state, now, tenant.name, excess) >= excess
+
+
+def _commit(state: State, now: float, put: Put, written: tuple[int, ...], digger: Digger) -> Status:
+    object, tenant = put.object, put.object.tenant
+    good = tuple(replica for replica in object.memory if not written or replica.holder.number in written)
+    if not any(replica.holder.usable for replica in good):
+        discard(state, put)
+        return Status.UNAVAILABLE
+    for replica in object.memory:
+        if replica not in good:
+            digger.bury_at(replica.holder, tenant.name, object.key, object.generation)
+            drop_unwritten(state, replica)
+    object.memory = ()
+    del tenant.pending[object.key]
+    known = tenant.objects.get(object.key)
+    if known is not None:
+        digger.bury(known)
+        unlist(state, now, known)
+    tenant.objects[object.key] = object
+    for replica in good:
+        move(replica, Cause.COMMIT)
+        replica.round = replica.holder.round
+        replica.holder.in_flight_bytes -= replica.size
+        space.list_memory(state, replica)
+    for holder in put.persisted:
+        if any(replica.holder is holder for replica in good):
+            install_ssd(state, object, holder)
+    state.count("put")
+    state.count("put_bytes", object.length)
+    return Status.OK
+
+
+def remove(state: State, now: float, session: int, call: int, keys: list[bytes]) -> None:
+    tenant, digger, codes = state.sessions[session].tenant, Digger(state), bytearray()
+    for key in keys:
+        known = tenant.objects.get(key)
+        if known is None:
+            codes.append(state.absent_code(now))
+            continue
+        digger.bury(known)
+        unlist(state, now, known)
+        state.count("removed")
+        codes.append(Status.OK)
+    digger.send(session, call, bytes(codes))

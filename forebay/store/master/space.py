@@ -1,0 +1,217 @@
+"""Room in holders' segments: taking it, freeing it, and what is evicted for it (rules S1 and S7).
+
+Order of eviction at one holder: prefetched objects nobody read in time, then durable ones by last use, and those whose only copy
+this is never, unless the holder has no working SSD. An object under a lease is passed over; one that must go at once (removed,
+replaced) leaves the tables but keeps its range, DRAINING, until its last lease has ended.
+"""
+
+from collections.abc import Iterator
+
+from forebay.store.master.extents import footprint
+from forebay.store.master.records import HEADER_BYTES, Holder, Kind, Lane, MemoryReplica, Object, State
+from forebay.store.master.transitions import Cause, ReplicaState, move
+from forebay.store.wire.messages import Retire
+
+MAX_PASSED_OVER = 256  # leased objects skipped per lane and eviction before it is called full
+
+
+def allocate(state: State, now: float, holder: Holder, length: int) -> int | None:
+    """The offset of room for ``length`` bytes, evicting as far as the watermarks say; None if there is none now."""
+    need = footprint(length, HEADER_BYTES)
+    capacity = holder.extents.capacity
+    if need > capacity:
+        return None
+    if holder.used + need > state.config.high_watermark * capacity:
+        _evict_to(state, now, holder, int(state.config.low_watermark * capacity) - need)
+    offset = holder.extents.take(need)
+    while offset is None and _evict_one(state, now, holder):
+        offset = holder.extents.take(need)
+    return offset
+
+
+def allocate_prefetch(state: State, now: float, holder: Holder, length: int) -> int | None:
+    """Room for a prefetched object: within its share like any put, beyond it only in place of its own unleased kind."""
+    need = footprint(length, HEADER_BYTES)
+    share = int(state.config.prefetch_share * holder.extents.capacity)
+    if need > share:
+        return None
+    while holder.prefetched_bytes() + _promoting_bytes(state, holder) + need > share:
+        victim = _oldest(now, holder, Kind.PREFETCHED)
+        if victim is None:
+            return None
+        evict(state, victim)
+    return allocate(state, now, holder, length)
+
+
+def evict(state: State, replica: MemoryReplica) -> None:
+    """Drop one unleased memory replica; the object stays if it is anywhere else."""
+    object = replica.object
+    state.count("evicted")
+    state.count("evicted_bytes", object.length)
+    drop_memory(state, replica, lease_until=0.0, now=0.0)
+    if not object.memory and not object.ssd:
+        del object.tenant.objects[object.key]
+
+
+def drop_memory(state: State, replica: MemoryReplica, lease_until: float, now: float) -> None:
+    """Take a COMPLETE replica from its object, and free its range now or when ``lease_until`` has passed."""
+    object, holder = replica.object, replica.holder
+    object.memory = tuple(other for other in object.memory if other is not replica)
+    assert replica.lane is not None
+    replica.lane.remove(replica)
+    if lease_until > now:
+        move(replica, Cause.DRAIN)
+        replica.object = _ghost(object, lease_until)
+        holder.draining[replica.stamp] = replica
+    else:
+        move(replica, Cause.RETIRE)
+        free(state, replica)
+
+
+def free(state: State, replica: MemoryReplica) -> None:
+    """The range of a replica that is GONE: back to the free space, and its header to be retired."""
+    assert replica.state is ReplicaState.GONE
+    give_back(replica)
+    if replica.holder.present:
+        state.send(replica.holder.session, Retire([(replica.offset, replica.stamp)]))
+
+
+def give_back(replica: MemoryReplica) -> None:
+    replica.holder.extents.give(replica.offset, replica.size)
+    replica.object.tenant.memory_bytes -= replica.size
+
+
+def take_note(replica: MemoryReplica) -> None:
+    """Its range was just allocated: the tenant pays for it."""
+    replica.object.tenant.memory_bytes += replica.size
+
+
+def list_memory(state: State, replica: MemoryReplica, kind: Kind | None = None) -> None:
+    """A replica became COMPLETE: into its lane, as the most recently used."""
+    object = replica.object
+    object.memory = (*object.memory, replica)
+    wanted = (Kind.DURABLE if object.ssd else Kind.VOLATILE) if kind is None else kind
+    replica.holder.lanes_of(object.tenant.name).of(wanted).append(replica, state.new_tick())
+
+
+def relist(object: Object) -> None:
+    """An object gained or lost its SSD copy: its memory replicas change lanes and keep their place in time as well as they can."""
+    for replica in object.memory:
+        lane = replica.lane
+        assert lane is not None
+        wanted = Kind.VOLATILE if not object.ssd else Kind.DURABLE if lane.kind is Kind.VOLATILE else lane.kind
+        if wanted is not lane.kind:
+            tick = replica.tick
+            lane.remove(replica)
+            _insert_by_tick(replica.holder.lanes_of(object.tenant.name).of(wanted), replica, tick)
+
+
+def touch(state: State, replica: MemoryReplica) -> None:
+    """A use by get: most recently used, and no longer merely prefetched."""
+    lane = replica.lane
+    assert lane is not None
+    lanes = replica.holder.lanes_of(replica.object.tenant.name)
+    lane.remove(replica)
+    (lanes.durable if lane.kind is Kind.PREFETCHED else lane).append(replica, state.new_tick())
+
+
+def free_drained(state: State, now: float) -> bool:
+    """Free ranges whose last lease has ended; True if there were any."""
+    found = False
+    for holder in state.holders.values():
+        for replica in [one for one in holder.draining.values() if one.object.lease_until <= now]:
+            del holder.draining[replica.stamp]
+            move(replica, Cause.FREE)
+            free(state, replica)
+            found = True
+    return found
+
+
+def evict_tenant(state: State, now: float, tenant_name: str, excess: int) -> int:
+    """Evict up to ``excess`` bytes of one tenant's oldest durable objects, over all holders; what was freed."""
+    freed = 0
+    while freed < excess:
+        heads = [
+            replica
+            for holder in state.usable_holders()
+            if tenant_name in holder.lanes
+            for kind in (Kind.PREFETCHED, Kind.DURABLE)
+            if (replica := _first_evictable(now, holder.lanes[tenant_name].of(kind))) is not None
+        ]
+        if not heads:
+            break
+        victim = min(heads, key=lambda replica: replica.tick)
+        freed += victim.size
+        evict(state, victim)
+    return freed
+
+
+def _evict_to(state: State, now: float, holder: Holder, target: int) -> None:
+    while holder.used > max(0, target) and _evict_one(state, now, holder):
+        pass
+
+
+def _evict_one(state: State, now: float, holder: Holder) -> bool:
+    kinds = [Kind.PREFETCHED, Kind.DURABLE] + ([] if holder.ssd_ok else [Kind.VOLATILE])
+    for kind in kinds:
+        victim = _oldest(now, holder, kind)
+        if victim is not None:
+            evict(state, victim)
+            return True
+    return False
+
+
+def _oldest(now: float, holder: Holder, kind: Kind) -> MemoryReplica | None:
+    """The least recently used evictable replica of one kind, over tenants."""
+    heads = (_first_evictable(now, lanes.of(kind)) for lanes in holder.lanes.values())
+    return min((head for head in heads if head is not None), key=lambda replica: replica.tick, default=None)
+
+
+def _first_evictable(now: float, lane: Lane) -> MemoryReplica | None:
+    for passed, replica in enumerate(lane):
+        if passed > MAX_PASSED_OVER:
+            return None
+        object = replica.object
+        if object.lease_until <= now and (lane.kind is Kind.VOLATILE or object.durable()):
+            return replica
+    return None
+
+
+def _promoting_bytes(state: State, holder: Holder) -> int:
+    return sum(task.replica.size for task in state.tasks.values() if task.replica is not None and task.holder is holder)
+
+
+def _insert_by_tick(lane: Lane, replica: MemoryReplica, tick: int) -> None:
+    """Objects become durable nearly in the order they were used, so the place is near the tail."""
+    later = lane.tail
+    if later is None or later.tick < tick:
+        lane.append(replica, tick)
+        return
+    while later.before is not None and later.before.tick > tick:
+        later = later.before
+    replica.lane, replica.tick, replica.before, replica.after = lane, tick, later.before, later
+    if later.before is None:
+        lane.head = replica
+    else:
+        later.before.after = replica
+    later.before = replica
+    lane.bytes += replica.size
+
+
+def _ghost(object: Object, lease_until: float) -> Object:
+    """Stands for an object that is no longer listed while its range drains."""
+    ghost = Object(object.tenant, object.key, object.generation, object.length)
+    ghost.lease_until = lease_until
+    return ghost
+
+
+def ranges(holder: Holder, state: State) -> Iterator[MemoryReplica]:
+    """Every replica that holds a range of ``holder``: for inventories and invariants, O(objects)."""
+    for lanes in holder.lanes.values():
+        for lane in (lanes.volatile, lanes.durable, lanes.prefetched):
+            yield from lane
+    yield from holder.draining.values()
+    for tenant in state.tenants.values():
+        for put in tenant.pending.values():
+            yield from (replica for replica in put.object.memory if replica.holder is holder)
+    yield from (task.replica for task in state.tasks.values() if task.replica is not None and task.holder is holder)

@@ -1,0 +1,547 @@
+"""Every message of the store, as it stands on the wire.
+
+    client  -- Exists MatchPrefix Query Get PutStart PutEnd PutRevoke Remove ListKeys AskStats AskHolders -->  master
+    client  <- Codes Count Located Granted KeyPage StoreStats HolderTable ----------------------------------  master
+    holder  -- Register Inventory Beat Persisted Dropped Buried RegisterPrefetch AllocStart PromotionDone --->  master
+    holder  <- Registered Serving Retire Bury Forget Promote Prefetchable Allocated ------------------------  master
+    client  -- Write ReadMemory ReadSsd Check CopyIn CopyOut PrefetchKeys --------------------------------->  holder
+    client  <- Codes Part ---------------------------------------------------------------------------------  holder
+
+Bodies are tagged arrays, so field *order* is the format: add fields at the end with a default, or raise
+``frames.PROTOCOL_VERSION``. Requests carry ``call``, which the answer repeats. Payload (KV bytes) never is in a body: it travels
+behind it (`wire.frames`). `tests/store/test_wire.py` holds golden bytes. ``codes`` is one byte per key: a ``Status``.
+"""
+
+from enum import IntEnum
+
+import msgspec
+
+MAX_KEYS = 8192
+MAX_KEY_BYTES = 1024
+MAX_TENANT_CHARS = 64
+
+
+class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
+    pass
+
+
+class _Part(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    pass
+
+
+class Tier(IntEnum):
+    MEMORY = 0
+    SSD = 1
+
+
+# ------------------------------------------------------------------------------------------------ opening a connection
+
+
+class Role(IntEnum):
+    CLIENT = 0
+    HOLDER = 1
+
+
+class Challenge(_Message, frozen=True):
+    """First word of a server: ``nonce`` of 16 bytes to be signed (`wire.auth`)."""
+
+    nonce: bytes
+
+
+class Hello(_Message, frozen=True):
+    role: Role
+    tenant: str
+    nonce: bytes
+    mac: bytes
+
+
+class Welcome(_Message, frozen=True):
+    """The server's proof over the peer's nonce. ``epoch`` names this incarnation of the server.
+
+    ``segment_bytes``: of a holder over its Unix socket, the size of the segment whose descriptor comes along; else 0.
+    """
+
+    mac: bytes
+    epoch: int
+    segment_bytes: int = 0
+
+
+class Refused(_Message, frozen=True):
+    """Why this peer is not served; the connection is closed after it."""
+
+    reason: str
+
+
+# ------------------------------------------------------------------------------------------------ client -> master
+
+
+class Exists(_Message, frozen=True):
+    """Read-only: neither a lease nor a use. Answer: ``Codes`` of OK, NOT_FOUND or UNAVAILABLE."""
+
+    call: int
+    keys: list[bytes]
+
+
+class MatchPrefix(_Message, frozen=True):
+    """How many leading ``keys`` have every ``key + part``; read-only. Answer: ``Count``."""
+
+    call: int
+    keys: list[bytes]
+    parts: list[bytes]
+
+
+class Query(_Message, frozen=True):
+    """Where keys are, read-only: no lease, no promotion, no recency, no metrics. Answer: ``Located`` with ``ttl_s`` 0."""
+
+    call: int
+    keys: list[bytes]
+
+
+class Get(_Message, frozen=True):
+    """Where keys are, with a read lease on those in memory. Answer: ``Located``."""
+
+    call: int
+    keys: list[bytes]
+
+
+class PutStart(_Message, frozen=True):
+    """Ask for room. Answer: ``Granted``."""
+
+    call: int
+    keys: list[bytes]
+    lengths: list[int]
+
+
+class PutEnd(_Message, frozen=True):
+    """The bytes of these puts are at the holders ``written`` (numbers; empty = all that were granted). Answer: ``Codes``."""
+
+    call: int
+    keys: list[bytes]
+    generations: list[int]
+    written: list[tuple[int, ...]]
+
+
+class PutRevoke(_Message, frozen=True):
+    """Give these puts up. Answer: ``Codes``."""
+
+    call: int
+    keys: list[bytes]
+    generations: list[int]
+
+
+class Remove(_Message, frozen=True):
+    """Answered (``Codes``) once every replica's holder has logged the removal."""
+
+    call: int
+    keys: list[bytes]
+
+
+class ListKeys(_Message, frozen=True):
+    """Keys that begin with ``prefix`` and sort after ``after``, at most ``limit``. Answer: ``KeyPage``."""
+
+    call: int
+    prefix: bytes
+    after: bytes
+    limit: int
+
+
+class AskStats(_Message, frozen=True):
+    call: int
+
+
+class AskHolders(_Message, frozen=True):
+    call: int
+
+
+# ------------------------------------------------------------------------------------------------ master -> client
+
+
+class Codes(_Message, frozen=True):
+    call: int
+    codes: bytes
+
+
+class Count(_Message, frozen=True):
+    call: int
+    count: int
+
+
+class Spot(_Part, frozen=True):
+    """One readable copy: at ``offset`` of the segment of holder number ``holder`` under ``stamp`` (MEMORY), or in its log (SSD)."""
+
+    holder: int
+    tier: Tier
+    offset: int = 0
+    stamp: int = 0
+
+
+class Place(_Part, frozen=True):
+    """Where one key is; ``spots`` memory first. ``code`` is a ``Status``."""
+
+    code: int
+    length: int = 0
+    generation: int = 0
+    spots: tuple[Spot, ...] = ()
+
+
+class Located(_Message, frozen=True):
+    """The memory of spots is not reused within ``ttl_s`` of the master's receipt of the Get (rule S1)."""
+
+    call: int
+    ttl_s: float
+    places: list[Place]
+
+
+class Room(_Part, frozen=True):
+    """Where one replica is to be written; ``token`` proves to the holder that the master said so."""
+
+    holder: int
+    offset: int
+    token: bytes
+
+
+class Grant(_Part, frozen=True):
+    """``code`` OK: write to ``rooms``, then PutEnd. EXISTS: it is there. AGAIN: no room yet, end what was granted and ask again."""
+
+    code: int
+    generation: int = 0
+    rooms: tuple[Room, ...] = ()
+
+
+AGAIN = 255  # a code of Grant alone, never shown to callers
+
+
+class Granted(_Message, frozen=True):
+    call: int
+    grants: list[Grant]
+
+
+class KeyPage(_Message, frozen=True):
+    """(key, length) pairs in key order."""
+
+    call: int
+    keys: list[tuple[bytes, int]]
+
+
+class HolderEntry(_Part, frozen=True):
+    """How to reach one holder. ``unix``: abstract socket name, usable only where ``machine`` is the reader's own."""
+
+    number: int
+    name: str
+    instance: str
+    host: str
+    port: int
+    unix: str
+    machine: str
+    usable: bool
+    memory_bytes: int
+    memory_used: int
+    ssd_bytes: int
+    ssd_used: int
+    ssd_state: str
+
+
+class HolderTable(_Message, frozen=True):
+    call: int
+    epoch: int
+    holders: list[HolderEntry]
+
+
+class StoreStats(_Message, frozen=True):
+    """One master's figures. ``counters`` only rise within one epoch."""
+
+    call: int
+    epoch: int
+    objects: int
+    memory_bytes: int
+    memory_used: int
+    ssd_bytes: int
+    ssd_used: int
+    holders: int
+    holders_usable: int
+    waiting_puts: int
+    promotions_in_flight: int
+    counters: dict[str, int]
+    tenants: dict[str, int]
+
+
+# ------------------------------------------------------------------------------------------------ holder -> master
+
+
+class Register(_Message, frozen=True):
+    """A holder's first word. ``name`` is stable over restarts (kept beside the log), ``instance`` names this process's segment."""
+
+    name: str
+    instance: str
+    host: str
+    port: int
+    unix: str
+    machine: str
+    memory_bytes: int
+    ssd_bytes: int
+    highest_generation: int
+
+
+class HeldMemory(_Part, frozen=True):
+    tenant: str
+    key: bytes
+    generation: int
+    length: int
+    offset: int
+    stamp: int
+
+
+class HeldSsd(_Part, frozen=True):
+    tenant: str
+    key: bytes
+    generation: int
+    length: int
+
+
+class Grave(_Part, frozen=True):
+    """``key`` is removed up to and including ``generation``. ``behalf``: the absent holder that has yet to hear of it, or ""."""
+
+    tenant: str
+    key: bytes
+    generation: int
+    behalf: str = ""
+
+
+class Inventory(_Message, frozen=True):
+    """A piece of what a holder has; ``sequence`` counts from 0 without a hole; ``last`` ends it."""
+
+    sequence: int
+    memory: list[HeldMemory]
+    ssd: list[HeldSsd]
+    graves: list[Grave]
+    last: bool
+
+
+class Beat(_Message, frozen=True):
+    """Every 0.5 s. ``ssd_state``: "none", "ok" or what is wrong with it, in one line."""
+
+    ssd_used: int
+    ssd_state: str
+    ssd_ok: bool
+
+
+class Persisted(_Message, frozen=True):
+    """These are in the log, committed to its index. With --fsync never they may still be lost with the machine."""
+
+    entries: list[HeldSsd]
+
+
+class Dropped(_Message, frozen=True):
+    """Records that left the log: their file was evicted, or a read found them bad."""
+
+    entries: list[HeldSsd]
+
+
+class Buried(_Message, frozen=True):
+    """The tombstones of ``Bury`` number ``op`` are logged."""
+
+    op: int
+
+
+class RegisterPrefetch(_Message, frozen=True):
+    """May this holder promote these keys of one tenant? ``hint_s``: for how long a read is expected. Answer: ``Prefetchable``."""
+
+    call: int
+    tenant: str
+    keys: list[bytes]
+    hint_s: float
+
+
+class AllocStart(_Message, frozen=True):
+    """Memory for these tasks, please. Answer: ``Allocated``."""
+
+    call: int
+    tasks: list[int]
+
+
+class PromotionDone(_Message, frozen=True):
+    task: int
+    ok: bool
+
+
+# ------------------------------------------------------------------------------------------------ master -> holder
+
+
+class Registered(_Message, frozen=True):
+    """Send the inventory. ``token_key`` signs the rooms given to writers; ``lease_s`` is the ttl of read leases."""
+
+    number: int
+    epoch: int
+    token_key: bytes
+    lease_s: float
+
+
+class Serving(_Message, frozen=True):
+    """The inventory is taken in: this holder's keys are served."""
+
+    adopted: int
+
+
+class Retire(_Message, frozen=True):
+    """Memory that holds nothing any more: (offset, stamp) pairs."""
+
+    ranges: list[tuple[int, int]]
+
+
+class Bury(_Message, frozen=True):
+    """Log these removals, then say ``Buried`` (op 0: no answer wanted)."""
+
+    op: int
+    graves: list[Grave]
+
+
+class Forget(_Message, frozen=True):
+    """Graves kept on behalf of this holder are delivered."""
+
+    behalf: str
+
+
+class Promote(_Message, frozen=True):
+    """Run this task (promotion on hit)."""
+
+    task: int
+    tenant: str
+    key: bytes
+
+
+class PrefetchCode(IntEnum):
+    """What register_prefetch and alloc_start say, in the order of the checks (DESIGN 5)."""
+
+    OK = 0
+    UNAVAILABLE_IN_CURRENT_STATUS = 1
+    OBJECT_NOT_FOUND = 2
+    REPLICA_IS_NOT_READY = 3
+    PROMOTION_ALREADY_EXISTS = 4
+    INVALID_PARAMS = 5
+    KEYS_ULTRA_LIMIT = 6
+    NO_AVAILABLE_HANDLE = 7
+
+
+class Prefetchable(_Message, frozen=True):
+    """One ``PrefetchCode`` and one task number (0 unless OK) per key."""
+
+    call: int
+    codes: bytes
+    tasks: list[int]
+
+
+class Allotment(_Part, frozen=True):
+    code: PrefetchCode
+    generation: int = 0
+    length: int = 0
+    offset: int = 0
+    stamp: int = 0
+
+
+class Allocated(_Message, frozen=True):
+    call: int
+    allotments: list[Allotment]
+
+
+# ------------------------------------------------------------------------------------------------ client -> holder
+
+
+class Piece(_Part, frozen=True):
+    """One object to write at ``offset`` under ``generation`` (= its stamp); ``crc`` is the CRC32C of its ``length`` bytes."""
+
+    key: bytes
+    generation: int
+    offset: int
+    length: int
+    crc: int
+    token: bytes
+
+
+class Write(_Message, frozen=True):
+    """The pieces' bytes follow as payload, one after another. Answer: ``Codes``."""
+
+    call: int
+    pieces: list[Piece]
+
+
+class Slice(_Part, frozen=True):
+    """``length`` bytes from ``start`` of the object in memory at ``offset`` under ``stamp``."""
+
+    offset: int
+    stamp: int
+    start: int
+    length: int
+
+
+class ReadMemory(_Message, frozen=True):
+    """Answer: ``Codes``, and as payload the bytes of the slices that are OK, one after another."""
+
+    call: int
+    slices: list[Slice]
+
+
+class Cut(_Part, frozen=True):
+    """``length`` bytes from ``start`` of a record of the log."""
+
+    key: bytes
+    generation: int
+    start: int
+    length: int
+
+
+class ReadSsd(_Message, frozen=True):
+    """Answer: one ``Part`` per cut, in the order they are ready."""
+
+    call: int
+    cuts: list[Cut]
+
+
+class Check(_Message, frozen=True):
+    """Is this memory still the same object? Answer: ``Codes``."""
+
+    call: int
+    ranges: list[tuple[int, int]]
+
+
+class CopyIn(_Message, frozen=True):
+    """Local put: the bytes lie in the staging memory handed over at the start, at ``at``. Answer: ``Codes``."""
+
+    call: int
+    pieces: list[Piece]
+    at: list[int]
+
+
+class CopyOut(_Message, frozen=True):
+    """Local read from the log into staging memory at ``at``. Answer: ``Codes``."""
+
+    call: int
+    cuts: list[Cut]
+    at: list[int]
+
+
+class PrefetchKeys(_Message, frozen=True):
+    """Bring these from SSD to memory if you can. No answer. Sent as an optional frame: who does not know it drops it."""
+
+    keys: list[bytes]
+    hint_s: float
+
+
+# ------------------------------------------------------------------------------------------------ holder -> client
+
+
+class Part(_Message, frozen=True):
+    """Cut number ``index`` of a ReadSsd; its bytes follow as payload if ``code`` is OK."""
+
+    call: int
+    index: int
+    code: int
+
+
+ClientToMaster = Exists | MatchPrefix | Query | Get | PutStart | PutEnd | PutRevoke | Remove | ListKeys | AskStats | AskHolders
+MasterToClient = Codes | Count | Located | Granted | KeyPage | StoreStats | HolderTable
+HolderToMaster = Register | Inventory | Beat | Persisted | Dropped | Buried | RegisterPrefetch | AllocStart | PromotionDone
+MasterToHolder = Registered | Serving | Retire | Bury | Forget | Promote | Prefetchable | Allocated
+ClientToHolder = Write | ReadMemory | ReadSsd | Check | CopyIn | CopyOut | PrefetchKeys
+HolderToClient = Codes | Part
+Opening = Challenge | Hello | Welcome | Refused
+Message = ClientToMaster | MasterToClient | HolderToMaster | MasterToHolder | ClientToHolder | HolderToClient | Opening

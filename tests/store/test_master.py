@@ -1,0 +1,583 @@
+"""The master's rules, told as short stories against the sans-IO machine (DESIGN 5, S1 to S7; FIELD_REPORTS E, V, N, H)."""
+
+import pytest
+from store_fakes import FakeHolder, World
+
+from forebay.store.backend import Status
+from forebay.store.master.machine import FromHolder, Ticked
+from forebay.store.master.records import MasterConfig
+from forebay.store.master.transitions import Cause, IllegalTransition, ReplicaState, move
+from forebay.store.wire.messages import (
+    AGAIN,
+    AskStats,
+    Beat,
+    Buried,
+    Codes,
+    Count,
+    Dropped,
+    Exists,
+    Get,
+    Granted,
+    HeldSsd,
+    KeyPage,
+    ListKeys,
+    Located,
+    MatchPrefix,
+    PrefetchCode,
+    PutEnd,
+    PutRevoke,
+    PutStart,
+    Query,
+    Remove,
+    StoreStats,
+    Tier,
+)
+
+PAGE = 1 << 10
+OK, EXISTS, NOT_FOUND, UNAVAILABLE = Status.OK, Status.EXISTS, Status.NOT_FOUND, Status.UNAVAILABLE
+
+
+def quiet(**changes: object) -> MasterConfig:
+    return MasterConfig(settle_s=0.0, **changes)  # type: ignore[arg-type]
+
+
+def put(world: World, session: int, key: bytes, length: int = PAGE, tenant: str = "default", persist: bool = True) -> int:
+    """A whole put; its code."""
+    granted = world.call(session, PutStart(1, [key], [length]))
+    assert isinstance(granted, Granted)
+    if granted.grants[0].code != OK:
+        return granted.grants[0].code
+    generation = world.write(granted, 0, tenant, key, length, persist=persist)
+    ended = world.call(session, PutEnd(2, [key], [generation], [()]))
+    assert isinstance(ended, Codes)
+    return ended.codes[0]
+
+
+def exists(world: World, session: int, *keys: bytes) -> list[int]:
+    answer = world.call(session, Exists(3, list(keys)))
+    assert isinstance(answer, Codes)
+    return list(answer.codes)
+
+
+def get(world: World, session: int, key: bytes) -> Located:
+    answer = world.call(session, Get(4, [key]))
+    assert isinstance(answer, Located)
+    return answer
+
+
+def fill(world: World, session: int, count: int, tenant: str = "default") -> list[bytes]:
+    keys = [b"%s-%d" % (tenant.encode(), index) for index in range(count)]
+    assert [put(world, session, key, tenant=tenant) for key in keys] == [OK] * count
+    return keys
+
+
+def test_a_put_is_invisible_until_its_end_and_then_found_with_a_lease() -> None:
+    world = World()
+    holder, client = world.holder(FakeHolder("h")), world.client()
+    granted = world.call(client, PutStart(1, [b"k"], [PAGE]))
+    assert isinstance(granted, Granted)
+    assert exists(world, client, b"k") == [NOT_FOUND]
+    generation = world.write(granted, 0, "default", b"k", PAGE)
+    assert exists(world, client, b"k") == [NOT_FOUND], "logged, but not ended"
+    world.call(client, PutEnd(2, [b"k"], [generation], [()]))
+    place = get(world, client, b"k").places[0]
+    assert (place.code, place.length, place.generation) == (OK, PAGE, generation)
+    assert [spot.tier for spot in place.spots] == [Tier.MEMORY, Tier.SSD]
+    assert place.spots[0].holder == holder.number
+
+
+def test_an_equal_put_is_success_and_a_different_length_replaces_with_a_higher_generation() -> None:
+    world = World()
+    holder, client = world.holder(FakeHolder("h")), world.client()
+    assert put(world, client, b"k") == OK
+    first = get(world, client, b"k").places[0].generation
+    assert put(world, client, b"k") == EXISTS
+    assert put(world, client, b"k", PAGE * 2) == OK
+    place = get(world, client, b"k").places[0]
+    assert place.generation > first and place.length == 2 * PAGE
+    assert holder.ssd["default", b"k"].generation == place.generation
+
+
+def test_the_loser_of_two_concurrent_puts_waits_and_finds_the_winners_bytes() -> None:
+    """H2: never partial state."""
+    world = World()
+    world.holder(FakeHolder("h"))
+    winner, loser = world.client(), world.client()
+    granted = world.call(winner, PutStart(1, [b"k"], [PAGE]))
+    world.ask(loser, PutStart(7, [b"k"], [PAGE]))
+    assert world.inbox[loser] == []
+    assert isinstance(granted, Granted)
+    world.call(winner, PutEnd(2, [b"k"], [world.write(granted, 0, "default", b"k", PAGE)], [()]))
+    answer = world.inbox[loser][-1]
+    assert isinstance(answer, Granted) and answer.grants[0].code == EXISTS
+
+
+def test_a_stale_end_or_revoke_of_an_earlier_put_does_not_touch_the_newer_one() -> None:
+    """E3: operations carry a generation."""
+    world = World()
+    world.holder(FakeHolder("h"))
+    client = world.client()
+    first = world.call(client, PutStart(1, [b"k"], [PAGE]))
+    assert isinstance(first, Granted)
+    stale = first.grants[0].generation
+    world.call(client, PutRevoke(2, [b"k"], [stale]))
+    second = world.call(client, PutStart(3, [b"k"], [PAGE]))
+    assert isinstance(second, Granted)
+    for message in (PutEnd(4, [b"k"], [stale], [()]), PutRevoke(5, [b"k"], [stale])):
+        answer = world.call(client, message)
+        assert isinstance(answer, Codes) and answer.codes[0] == NOT_FOUND
+    generation = world.write(second, 0, "default", b"k", PAGE)
+    answer = world.call(client, PutEnd(6, [b"k"], [generation], [()]))
+    assert isinstance(answer, Codes) and answer.codes[0] == OK
+
+
+def test_a_lost_writers_put_is_revoked_at_once_and_its_key_is_free() -> None:
+    """H1: not after 30 seconds."""
+    world = World()
+    holder = world.holder(FakeHolder("h"))
+    writer, other = world.client(), world.client()
+    granted = world.call(writer, PutStart(1, [b"k"], [PAGE]))
+    assert isinstance(granted, Granted)
+    world.write(granted, 0, "default", b"k", PAGE)
+    world.lose(writer)
+    assert holder.memory == {} and holder.ssd == {}, "what had arrived is forgotten in both tiers"
+    assert put(world, other, b"k") == OK
+
+
+def test_exists_neither_leases_nor_counts_as_use() -> None:
+    world = World(quiet(high_watermark=1.0, low_watermark=1.0))
+    world.holder(FakeHolder("h", memory_bytes=4 * (PAGE + 64)))
+    client = world.client()
+    keys = fill(world, client, 4)
+    for _ in range(50):
+        assert exists(world, client, keys[0]) == [OK]
+    assert put(world, client, b"new") == OK, "probing must not block eviction"
+    query = world.call(client, Query(1, keys))
+    assert isinstance(query, Located) and query.ttl_s == 0
+    tiers = [[spot.tier for spot in place.spots] for place in query.places]
+    assert tiers == [[Tier.SSD]] + [[Tier.MEMORY, Tier.SSD]] * 3, "the probed key is still the oldest"
+
+
+def test_a_leased_object_is_passed_over_and_its_range_is_not_reused_before_the_lease_ends() -> None:
+    world = World(quiet(high_watermark=1.0, low_watermark=1.0, lease_s=5.0, put_wait_s=60.0))
+    world.holder(FakeHolder("h", memory_bytes=2 * (PAGE + 64)))
+    client = world.client()
+    fill(world, client, 2)
+    offsets = {get(world, client, b"default-%d" % index).places[0].spots[0].offset for index in range(2)}
+    world.ask(client, PutStart(9, [b"new"], [PAGE]))
+    assert not isinstance(world.inbox[client][-1], Granted), "both are leased: the put waits"
+    world.later(5.0)
+    assert not isinstance(world.inbox[client][-1], Granted), "the master counts 100 ms more than it promised (S1)"
+    world.later(0.2)
+    granted = world.inbox[client][-1]
+    assert isinstance(granted, Granted) and granted.grants[0].code == OK
+    assert granted.grants[0].rooms[0].offset in offsets
+
+
+def test_a_removed_object_is_missing_at_once_but_its_leased_range_drains_first() -> None:
+    world = World(quiet(high_watermark=1.0, low_watermark=1.0))
+    holder = world.holder(FakeHolder("h", memory_bytes=PAGE + 64))
+    client = world.client()
+    fill(world, client, 1)
+    get(world, client, b"default-0")
+    world.call(client, Remove(5, [b"default-0"]))
+    assert exists(world, client, b"default-0") == [NOT_FOUND] and holder.ssd == {}
+    world.ask(client, PutStart(6, [b"new"], [PAGE]))
+    waiting = len(world.inbox[client])
+    world.later(1.0)
+    assert len(world.inbox[client]) == waiting
+    assert len(holder.memory) == 1, "not retired while someone may read it"
+    world.later(4.2)
+    assert holder.memory == {}
+
+
+def test_eviction_takes_durable_objects_by_last_use_from_the_high_to_the_low_watermark() -> None:
+    size = PAGE + 64
+    world = World(quiet(high_watermark=0.9, low_watermark=0.5, lease_s=0.0))
+    world.holder(FakeHolder("h", memory_bytes=10 * size))
+    client = world.client()
+    keys = fill(world, client, 9)
+    world.later(1)
+    get(world, client, keys[0])
+    world.later(1)
+    assert put(world, client, b"tenth") == OK
+    answer = world.call(client, Query(1, keys))
+    assert isinstance(answer, Located)
+    kept = [key for key, place in zip(keys, answer.places, strict=True) if place.spots[0].tier is Tier.MEMORY]
+    assert kept == [keys[0], *keys[6:]], "the read one stays, the oldest go, and 5 of 10 places are used afterwards"
+    assert all(place.code == OK for place in answer.places), "all are still readable from SSD"
+
+
+def test_what_is_not_yet_durable_is_not_evicted_and_the_put_waits_for_the_log() -> None:
+    """S7: 200 puts into a small store all succeed, since puts wait for the SSD instead of failing."""
+    world = World(quiet(high_watermark=1.0, low_watermark=1.0))
+    holder = world.holder(FakeHolder("h", memory_bytes=2 * (PAGE + 64)))
+    client = world.client()
+    for key in (b"a", b"b"):
+        assert put(world, client, key, persist=False) == OK
+    world.ask(client, PutStart(1, [b"c"], [PAGE]))
+    assert isinstance(world.inbox[client][-1], Codes)
+    generation = next(entry.generation for entry in holder.memory.values() if entry.key == b"a")
+    world.persist(holder, "default", b"a", generation, PAGE)
+    granted = world.inbox[client][-1]
+    assert isinstance(granted, Granted) and granted.grants[0].code == OK
+
+
+def test_a_put_that_finds_no_room_is_refused_after_put_wait_and_not_before() -> None:
+    world = World(quiet(high_watermark=1.0, low_watermark=1.0, put_wait_s=2.0))
+    world.holder(FakeHolder("h", memory_bytes=PAGE + 64))
+    client = world.client()
+    assert put(world, client, b"a", persist=False) == OK
+    answers = len(world.inbox[client])
+    world.ask(client, PutStart(1, [b"b"], [PAGE]))
+    world.later(1.9)
+    assert len(world.inbox[client]) == answers
+    world.later(0.2)
+    granted = world.inbox[client][-1]
+    assert isinstance(granted, Granted) and granted.grants[0].code == Status.NO_SPACE
+
+
+def test_a_batch_larger_than_the_room_is_granted_in_part_and_never_waits_while_holding_room() -> None:
+    world = World(quiet(high_watermark=1.0, low_watermark=1.0))
+    world.holder(FakeHolder("h", memory_bytes=2 * (PAGE + 64)))
+    client = world.client()
+    granted = world.call(client, PutStart(1, [b"a", b"b", b"c"], [PAGE] * 3))
+    assert isinstance(granted, Granted)
+    assert [grant.code for grant in granted.grants] == [OK, OK, AGAIN]
+
+
+def test_a_holder_with_a_broken_ssd_evicts_as_a_plain_cache() -> None:
+    world = World(quiet(high_watermark=1.0, low_watermark=1.0))
+    holder = world.holder(FakeHolder("h", memory_bytes=PAGE + 64))
+    client = world.client()
+    assert put(world, client, b"a", persist=False) == OK
+    world.step(FromHolder(holder.session, Beat(0, "no space left on device", False)))
+    assert put(world, client, b"b", persist=False) == OK
+    assert exists(world, client, b"a", b"b") == [NOT_FOUND, OK]
+
+
+def test_over_quota_the_tenants_own_oldest_durable_objects_go_and_nobody_elses() -> None:
+    size = PAGE + 64
+    world = World(quiet(quotas={"small": 2 * size}))
+    holder = world.holder(FakeHolder("h", memory_bytes=100 * size))
+    small, big = world.client("small"), world.client("big")
+    others = fill(world, big, 5, "big")
+    for key in (b"a", b"b", b"c"):
+        assert put(world, small, key, tenant="small") == OK
+    answer = world.call(small, Query(1, [b"a", b"b", b"c"]))
+    assert isinstance(answer, Located)
+    assert [place.spots[0].tier for place in answer.places] == [Tier.SSD, Tier.MEMORY, Tier.MEMORY]
+    assert exists(world, big, *others) == [OK] * 5
+    assert holder.number
+    assert put(world, small, b"x", tenant="small", persist=False) == OK
+    assert put(world, small, b"y", tenant="small", persist=False) == OK
+    assert put(world, small, b"z", tenant="small", persist=False) == Status.QUOTA_EXCEEDED
+
+
+def test_equal_keys_of_two_tenants_are_two_objects() -> None:
+    world = World()
+    world.holder(FakeHolder("h"))
+    ours, theirs = world.client("ours"), world.client("theirs")
+    assert put(world, ours, b"k", tenant="ours") == OK
+    assert exists(world, theirs, b"k") == [NOT_FOUND]
+    world.call(theirs, Remove(1, [b"k"]))
+    assert exists(world, ours, b"k") == [OK]
+    page = world.call(theirs, ListKeys(1, b"", b"", 10))
+    assert isinstance(page, KeyPage) and page.keys == []
+
+
+def test_match_prefix_counts_leading_keys_of_which_every_part_is_there() -> None:
+    world = World()
+    world.holder(FakeHolder("h"))
+    client = world.client()
+    for key in (b"1a", b"1b", b"2a", b"2b", b"3a", b"4a", b"4b"):
+        put(world, client, key)
+    answer = world.call(client, MatchPrefix(1, [b"1", b"2", b"3", b"4"], [b"a", b"b"]))
+    assert isinstance(answer, Count) and answer.count == 2
+    answer = world.call(client, MatchPrefix(1, [b"1a", b"1b", b"x"], []))
+    assert isinstance(answer, Count) and answer.count == 2
+
+
+def test_remove_is_answered_only_when_the_holder_has_logged_it() -> None:
+    world = World()
+    holder = world.holder(FakeHolder("h", acks=False))
+    client = world.client()
+    put(world, client, b"k")
+    answers = len(world.inbox[client])
+    world.ask(client, Remove(9, [b"k"]))
+    assert len(world.inbox[client]) == answers and exists(world, client, b"k") == [NOT_FOUND]
+    world.step(FromHolder(holder.session, Buried(holder.unacked[-1])))
+    assert world.inbox[client][-1] == Codes(9, bytes([OK]))
+
+
+def test_a_live_holder_keeps_the_tombstone_for_an_absent_one_even_over_a_master_restart() -> None:
+    """S3: a removed key never comes back, whoever was away and whoever restarted meanwhile."""
+    world = World(quiet(replicas=2))
+    away, live = world.holder(FakeHolder("away")), world.holder(FakeHolder("live"))
+    client = world.client()
+    assert put(world, client, b"k") == OK and len(away.ssd) == len(live.ssd) == 1
+    world.lose(away.session)
+    removed = world.call(client, Remove(1, [b"k"]))
+    assert isinstance(removed, Codes) and removed.codes[0] == OK
+    assert [grave.behalf for grave in live.graves] == ["away"]
+    world.restart_master()
+    world.holder(live)
+    away.restarted()
+    world.holder(away)
+    assert exists(world, world.client(), b"k") == [NOT_FOUND]
+    assert away.ssd == {}, "it was told to bury its record"
+    assert live.graves == [], "and the grave is no longer kept"
+
+
+def test_remove_with_nobody_to_keep_the_tombstone_says_unavailable() -> None:
+    world = World()
+    holder, client = world.holder(FakeHolder("h")), world.client()
+    put(world, client, b"k")
+    world.lose(holder.session)
+    answer = world.call(client, Remove(1, [b"k"]))
+    assert isinstance(answer, Codes) and answer.codes[0] == UNAVAILABLE
+
+
+def test_a_lost_holders_keys_are_unavailable_and_come_back_with_its_inventory() -> None:
+    world = World()
+    holder, client = world.holder(FakeHolder("h")), world.client()
+    put(world, client, b"k")
+    world.lose(holder.session)
+    assert exists(world, client, b"k") == [UNAVAILABLE]
+    holder.restarted()
+    world.holder(holder)
+    place = get(world, client, b"k").places[0]
+    assert [spot.tier for spot in place.spots] == [Tier.SSD]
+
+
+def test_a_restarted_master_has_everything_again_and_reuses_no_range_that_may_be_leased() -> None:
+    """S4 and H3: memory in use is not free, and generations rise."""
+    world = World(quiet(high_watermark=1.0, low_watermark=1.0))
+    holder, client = world.holder(FakeHolder("h", memory_bytes=2 * (PAGE + 64))), world.client()
+    fill(world, client, 2)
+    before = get(world, client, b"default-1").places[0].generation
+    world.restart_master()
+    client = world.client()
+    assert exists(world, client, b"default-0") == [UNAVAILABLE], "not 'missing' before anyone was heard"
+    world.holder(holder)
+    assert exists(world, client, b"default-0", b"default-1") == [OK, OK]
+    world.ask(client, PutStart(1, [b"new"], [PAGE]))
+    assert isinstance(world.inbox[client][-1], Codes), "ranges are kept for ttl + 1 s"
+    world.later(6.1)
+    world.ask(client, PutStart(2, [b"new"], [PAGE]))
+    granted = world.inbox[client][-1]
+    assert isinstance(granted, Granted) and granted.grants[0].generation > before
+
+
+def test_an_inventory_with_a_hole_in_its_sequence_ends_the_connection() -> None:
+    from forebay.store.wire.messages import Inventory
+
+    world = World()
+    holder = world.holder(FakeHolder("h"))
+    world.step(FromHolder(holder.session, Inventory(5, [], [], [], True)))
+    assert world.closed == [holder.session]
+
+
+def test_silence_makes_a_holder_suspect_within_two_seconds_and_any_word_ends_it() -> None:
+    world = World()
+    holder, client = world.holder(FakeHolder("h")), world.client()
+    put(world, client, b"k")
+    world.now += 2.1
+    world.step(Ticked())
+    assert exists(world, client, b"k") == [UNAVAILABLE]
+    world.step(FromHolder(holder.session, Beat(0, "ok", True)))
+    assert exists(world, client, b"k") == [OK]
+
+
+def test_an_object_whose_file_was_evicted_is_gone_and_list_agrees_with_exists() -> None:
+    """N4 and N5."""
+    world = World(quiet(high_watermark=1.0, low_watermark=1.0))
+    holder, client = world.holder(FakeHolder("h", memory_bytes=PAGE + 64)), world.client()
+    put(world, client, b"old")
+    put(world, client, b"new")
+    generation = get(world, client, b"old").places[0].generation
+    world.step(FromHolder(holder.session, Dropped([HeldSsd("default", b"old", generation, PAGE)])))
+    assert exists(world, client, b"old", b"new") == [NOT_FOUND, OK]
+    page = world.call(client, ListKeys(1, b"", b"", 10))
+    assert isinstance(page, KeyPage) and page.keys == [(b"new", PAGE)]
+
+
+def test_replicas_go_to_different_holders_and_losing_one_leaves_the_key_readable() -> None:
+    world = World(quiet(replicas=2))
+    first = world.holder(FakeHolder("1"))
+    world.holder(FakeHolder("2"))
+    client = world.client()
+    assert put(world, client, b"k", persist=False) == OK
+    assert len({spot.holder for spot in get(world, client, b"k").places[0].spots}) == 2
+    world.lose(first.session)
+    assert [spot.holder for spot in get(world, client, b"k").places[0].spots] == [2]
+
+
+def test_an_illegal_transition_raises_and_changes_nothing() -> None:
+    class Replica:
+        state = ReplicaState.WRITING
+
+    replica = Replica()
+    with pytest.raises(IllegalTransition):
+        move(replica, Cause.FREE)
+    assert replica.state is ReplicaState.WRITING
+
+
+# ---------------------------------------------------------------------------------------------- promotion
+
+
+def on_ssd_only(world: World, client: int, holder: FakeHolder, key: bytes = b"k") -> None:
+    """``key`` is stored, then pushed out of a memory of two places."""
+    assert put(world, client, key) == OK
+    for index in range(2):
+        assert put(world, client, b"%s-filler-%d" % (key, index)) == OK
+    answer = world.call(client, Query(1, [key]))
+    assert isinstance(answer, Located) and [spot.tier for spot in answer.places[0].spots] == [Tier.SSD]
+
+
+def prefetching(**changes: object) -> tuple[World, FakeHolder, int]:
+    defaults: dict[str, object] = {
+        "ssd_prefetch": True,
+        "prefetch_share": 0.5,
+        "high_watermark": 1.0,
+        "low_watermark": 1.0,
+    }
+    world = World(quiet(**(defaults | changes)))
+    return world, world.holder(FakeHolder("h", memory_bytes=2 * (PAGE + 64))), world.client()
+
+
+def test_register_prefetch_refuses_in_the_documented_order() -> None:
+    world, holder, client = prefetching(inflight_promotions=1)
+    assert world.promote(holder, "default", b"k") == PrefetchCode.OBJECT_NOT_FOUND
+    granted = world.call(client, PutStart(1, [b"k"], [PAGE]))
+    assert world.promote(holder, "default", b"k") == PrefetchCode.REPLICA_IS_NOT_READY, "put in flight"
+    assert isinstance(granted, Granted)
+    world.call(client, PutEnd(2, [b"k"], [world.write(granted, 0, "default", b"k", PAGE)], [()]))
+    assert world.promote(holder, "default", b"k") == PrefetchCode.PROMOTION_ALREADY_EXISTS, "a MEMORY replica"
+    world.call(client, Remove(3, [b"k"]))
+    on_ssd_only(world, client, holder)
+    stranger = world.holder(FakeHolder("other", memory_bytes=PAGE))
+    assert world.promote(stranger, "default", b"k") == PrefetchCode.INVALID_PARAMS
+    assert world.promote(holder, "default", b"k") == PrefetchCode.OK
+    assert world.promote(holder, "default", b"k") == PrefetchCode.PROMOTION_ALREADY_EXISTS, "a task"
+    on_ssd_only(world, client, holder, b"k2")
+    assert world.promote(holder, "default", b"k2") == PrefetchCode.KEYS_ULTRA_LIMIT
+
+
+def test_register_prefetch_is_unavailable_while_off_or_not_serving() -> None:
+    world = World()
+    holder, client = world.holder(FakeHolder("h")), world.client()
+    put(world, client, b"k")
+    assert world.promote(holder, "default", b"k") == PrefetchCode.UNAVAILABLE_IN_CURRENT_STATUS
+
+
+def test_the_read_lease_of_a_prefetch_is_granted_at_commit_and_a_failed_one_leaves_none() -> None:
+    world, holder, client = prefetching()
+    on_ssd_only(world, client, holder)
+    world.promote(holder, "default", b"k", hint_s=8.0)
+    world.finish(holder, world.last_task, "default", b"k", world.alloc(holder, world.last_task), ok=False)
+    found = world.master.state.tenants["default"].objects[b"k"]
+    assert found.lease_until == 0 and found.task is None and found.memory == ()
+    world.later(60)
+    world.promote(holder, "default", b"k", hint_s=8.0)
+    world.finish(holder, world.last_task, "default", b"k", world.alloc(holder, world.last_task))
+    assert len(found.memory) == 1 and found.lease_until == pytest.approx(world.now + 8.1)
+
+
+def test_the_commit_lease_is_at_most_thirty_seconds_whatever_the_hint() -> None:
+    world, holder, client = prefetching()
+    on_ssd_only(world, client, holder)
+    world.promote(holder, "default", b"k", hint_s=1e9)
+    world.finish(holder, world.last_task, "default", b"k", world.alloc(holder, world.last_task))
+    assert world.master.state.tenants["default"].objects[b"k"].lease_until == pytest.approx(world.now + 30.1)
+
+
+def test_prefetched_objects_keep_to_their_share_replace_only_their_kind_and_leave_it_on_first_get() -> None:
+    world, holder, client = prefetching(lease_s=1.0)
+    for key in (b"k1", b"k2", b"k3"):
+        on_ssd_only(world, client, holder, key)
+    world.promote(holder, "default", b"k1")
+    world.finish(holder, world.last_task, "default", b"k1", world.alloc(holder, world.last_task))
+    world.promote(holder, "default", b"k2")
+    refused = world.alloc(holder, world.last_task)
+    assert refused.allotments[0].code is PrefetchCode.NO_AVAILABLE_HANDLE, "one of two places is the share, and it is leased"
+    world.later(1.2)
+    world.promote(holder, "default", b"k2")
+    world.finish(holder, world.last_task, "default", b"k2", world.alloc(holder, world.last_task))
+    objects = world.master.state.tenants["default"].objects
+    assert objects[b"k1"].memory == (), "its own kind was replaced once unleased"
+    get(world, client, b"k2")
+    assert world.master.state.holders[holder.number].prefetched_bytes() == 0, "read: no longer merely prefetched"
+
+
+def test_a_stray_put_end_does_not_complete_a_promotion() -> None:
+    """N8."""
+    world, holder, client = prefetching()
+    on_ssd_only(world, client, holder)
+    world.promote(holder, "default", b"k")
+    spot = world.alloc(holder, world.last_task).allotments[0]
+    answer = world.call(client, PutEnd(1, [b"k"], [spot.stamp], [()]))
+    assert isinstance(answer, Codes) and answer.codes[0] == NOT_FOUND
+    assert len(world.master.state.tasks) == 1
+
+
+def test_a_key_removed_during_its_promotion_stays_removed() -> None:
+    world, holder, client = prefetching()
+    on_ssd_only(world, client, holder)
+    world.promote(holder, "default", b"k")
+    allocated = world.alloc(holder, world.last_task)
+    world.call(client, Remove(1, [b"k"]))
+    world.finish(holder, world.last_task, "default", b"k", allocated)
+    assert exists(world, client, b"k") == [NOT_FOUND] and world.master.state.tasks == {}
+
+
+def test_a_promotion_nobody_finishes_is_given_up() -> None:
+    world, holder, client = prefetching(task_timeout_s=10.0)
+    on_ssd_only(world, client, holder)
+    world.promote(holder, "default", b"k")
+    world.alloc(holder, world.last_task)
+    world.later(10.1)
+    assert world.master.state.tasks == {} and exists(world, client, b"k") == [OK]
+
+
+def test_promotion_on_hit_wants_repeated_gets_and_room_and_is_off_by_default() -> None:
+    """N9: off = no change; one get below the threshold = none; watermark gate."""
+    for on, gets, high, expected in ((False, 9, 1.0, 0), (True, 1, 1.0, 0), (True, 2, 1.0, 1), (True, 2, 0.4, 0)):
+        world = World(quiet(promotion_on_hit=on, high_watermark=1.0, low_watermark=1.0))
+        holder, client = world.holder(FakeHolder("h", memory_bytes=2 * (PAGE + 64))), world.client()
+        on_ssd_only(world, client, holder)
+        world.call(client, Remove(1, [b"k-filler-0"]))
+        world.master.state.config = quiet(promotion_on_hit=on, high_watermark=high, low_watermark=high)
+        for _ in range(gets):
+            get(world, client, b"k")
+        assert len(holder.promotes) == expected, (on, gets, high)
+
+
+def test_read_only_queries_move_nothing() -> None:
+    """The four of the issue: no lease, no recency, no promotion, no counters."""
+    world, holder, client = prefetching(promotion_on_hit=True)
+    on_ssd_only(world, client, holder)
+    state = world.master.state
+    keys = [b"k", b"k-filler-0", b"k-filler-1"]
+    leases = [state.tenants["default"].objects[key].lease_until for key in keys]
+    counters, tick = dict(state.counters), state.tick
+    for _ in range(20):
+        world.call(client, Query(1, keys))
+        world.call(client, Exists(1, keys))
+        world.call(client, MatchPrefix(1, keys, []))
+        world.call(client, AskStats(1))
+    assert leases == [state.tenants["default"].objects[key].lease_until for key in keys], "no lease"
+    assert tick == state.tick, "no recency"
+    assert holder.promotes == [] and state.sketch.estimate(b"default\0k") == 0, "no promotion, not even a count towards one"
+    assert counters == state.counters, "no metrics"
+
+
+def test_stats_add_up() -> None:
+    world = World()
+    world.holder(FakeHolder("h"))
+    client = world.client()
+    fill(world, client, 3)
+    stats = world.call(client, AskStats(1))
+    assert isinstance(stats, StoreStats)
+    assert (stats.objects, stats.memory_used, stats.holders_usable) == (3, 3 * (PAGE + 64), 1)
+    assert stats.counters["put"] == 3 and stats.tenants["default"] == stats.memory_used

@@ -1,0 +1,241 @@
+"""Random histories of the master against a dumb twin: a dictionary of what was acknowledged and not removed.
+
+After each step all invariants hold; a removed key is never readable; an acknowledged key that reached a log is readable whenever all
+holders are there; no range under a lease is handed out, not even by a master that has just restarted.
+"""
+
+import pytest
+from hypothesis import Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+from store_fakes import FakeHolder, World
+
+from forebay.store.backend import Status
+from forebay.store.master import burial, reads
+from forebay.store.master.extents import footprint
+from forebay.store.master.machine import FromHolder
+from forebay.store.master.records import HEADER_BYTES, MasterConfig
+from forebay.store.wire.messages import (
+    Codes,
+    Dropped,
+    Exists,
+    Get,
+    Granted,
+    Located,
+    PrefetchCode,
+    PutEnd,
+    PutRevoke,
+    PutStart,
+    Remove,
+    Tier,
+)
+
+LENGTHS = (64, 1000, 5000)
+KEYS = [b"k%d" % index for index in range(8)]
+LEASE_S = 5.0
+
+
+class MasterTwin(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        config = MasterConfig(settle_s=0.0, lease_s=LEASE_S, ssd_prefetch=True, promotion_on_hit=True, replicas=2, prefetch_share=0.4)
+        self.world = World(config)
+        self.twin: dict[bytes, tuple[int, bool]] = {}  # key -> (length, logged somewhere)
+        self.removed: set[bytes] = set()
+        self.open: dict[bytes, tuple[int, int]] = {}  # key -> (generation, length)
+        self.leases: list[tuple[int, int, int, float]] = []  # holder, start, end, until
+        self.holders: list[FakeHolder] = []
+        self.away: list[FakeHolder] = []
+
+    @initialize(count=st.integers(1, 3))
+    def start(self, count: int) -> None:
+        self.holders = [self.world.holder(FakeHolder(f"h{index}", memory_bytes=16_000)) for index in range(count)]
+        self.client = self.world.client()
+
+    def _no_lease_covers(self, holder: int, offset: int, length: int) -> None:
+        end = offset + footprint(length, HEADER_BYTES)
+        for other, begin, stop, until in self.leases:
+            if other == holder and until > self.world.now:
+                assert end <= begin or stop <= offset, f"[{offset}, {end}) of holder {holder} is leased until {until}"
+
+    def _answers(self) -> int:
+        return len(self.world.inbox[self.client])
+
+    @rule(key=st.sampled_from(KEYS), length=st.sampled_from(LENGTHS))
+    def put_start(self, key: bytes, length: int) -> None:
+        if key in self.open:
+            return
+        before = self._answers()
+        self.world.ask(self.client, PutStart(1, [key], [length]))
+        if self._answers() == before:
+            self.world.later(2.5)  # it waits for room; then it is refused or granted
+        granted = self.world.inbox[self.client][-1]
+        assert isinstance(granted, Granted)
+        grant = granted.grants[0]
+        if grant.code == Status.EXISTS:
+            assert self.twin.get(key, (0, False))[0] == length
+        if grant.code == Status.OK:
+            self.open[key] = (grant.generation, length)
+            self.granted = granted
+            for room in grant.rooms:
+                self._no_lease_covers(room.holder, room.offset, length)
+            self.rooms = {**getattr(self, "rooms", {}), key: granted}
+
+    @rule(key=st.sampled_from(KEYS), persist=st.booleans())
+    def put_end(self, key: bytes, persist: bool) -> None:
+        if key not in self.open:
+            return
+        generation, length = self.open.pop(key)
+        self.world.write(self.rooms[key], 0, "default", key, length, persist=persist)
+        answer = self.world.call(self.client, PutEnd(2, [key], [generation], [()]))
+        assert isinstance(answer, Codes)
+        if answer.codes[0] == Status.OK:
+            logged = persist and any(
+                room.holder == holder.number for room in self.rooms[key].grants[0].rooms for holder in self.holders
+            )
+            self.twin[key] = (length, logged)
+            self.removed.discard(key)
+
+    @rule(key=st.sampled_from(KEYS))
+    def put_revoke(self, key: bytes) -> None:
+        if key in self.open:
+            generation, _ = self.open.pop(key)
+            self.world.call(self.client, PutRevoke(2, [key], [generation]))
+
+    @rule(key=st.sampled_from(KEYS))
+    def get(self, key: bytes) -> None:
+        answer = self.world.call(self.client, Get(3, [key]))
+        assert isinstance(answer, Located)
+        place = answer.places[0]
+        if place.code != Status.OK:
+            return
+        assert key not in self.removed, "a removed key came back"
+        assert key in self.twin and place.length == self.twin[key][0], "an acknowledged length, or none"
+        for spot in place.spots:
+            holder = next(one for one in self.holders if one.number == spot.holder)
+            if spot.tier is Tier.MEMORY:
+                entry = holder.memory[spot.offset]
+                assert (entry.key, entry.stamp, entry.length) == (key, spot.stamp, place.length)
+                end = spot.offset + footprint(place.length, HEADER_BYTES)
+                self.leases.append((spot.holder, spot.offset, end, self.world.now + LEASE_S))
+            else:
+                assert holder.ssd["default", key].generation == place.generation
+
+    @rule(keys=st.lists(st.sampled_from(KEYS), min_size=1, max_size=3, unique=True))
+    def remove(self, keys: list[bytes]) -> None:
+        answer = self.world.call(self.client, Remove(4, keys))
+        assert isinstance(answer, Codes)
+        for key, code in zip(keys, answer.codes, strict=True):
+            if code == Status.OK:
+                self.twin.pop(key, None)
+                self.removed.add(key)
+
+    @rule(data=st.data())
+    def log_later(self, data: st.DataObject) -> None:
+        holders = [holder for holder in self.holders if holder.memory]
+        if not holders:
+            return
+        holder = data.draw(st.sampled_from(holders))
+        entry = data.draw(st.sampled_from(sorted(holder.memory.values(), key=lambda one: one.offset)))
+        self.world.persist(holder, entry.tenant, entry.key, entry.generation, entry.length)
+
+    @rule(data=st.data())
+    def file_evicted(self, data: st.DataObject) -> None:
+        holders = [holder for holder in self.holders if holder.ssd]
+        if not holders:
+            return
+        holder = data.draw(st.sampled_from(holders))
+        entry = holder.ssd.pop(data.draw(st.sampled_from(sorted(holder.ssd))))
+        self.world.step(FromHolder(holder.session, Dropped([entry])))
+        known = self.twin.get(entry.key)
+        if known is not None:
+            self.twin[entry.key] = (known[0], False)
+
+    @rule(data=st.data(), key=st.sampled_from(KEYS), ok=st.booleans())
+    def prefetch(self, data: st.DataObject, key: bytes, ok: bool) -> None:
+        if not self.holders:
+            return
+        holder = data.draw(st.sampled_from(self.holders))
+        if self.world.promote(holder, "default", key) != PrefetchCode.OK:
+            return
+        task = self.world.last_task
+        allotted = self.world.alloc(holder, task)
+        if allotted.allotments[0].code is PrefetchCode.OK:
+            self._no_lease_covers(holder.number, allotted.allotments[0].offset, allotted.allotments[0].length)
+            self.world.finish(holder, task, "default", key, allotted, ok=ok)
+
+    @rule(seconds=st.sampled_from([0.1, 1.0, 3.0, 7.0]))
+    def wait(self, seconds: float) -> None:
+        self.world.later(seconds)
+
+    @rule(data=st.data(), killed=st.booleans())
+    def holder_goes(self, data: st.DataObject, killed: bool) -> None:
+        if not self.holders:
+            return
+        holder = data.draw(st.sampled_from(self.holders))
+        self.holders.remove(holder)
+        self.away.append(holder)
+        self.world.lose(holder.session)
+        if killed:
+            holder.restarted()
+            self.leases = [lease for lease in self.leases if lease[0] != holder.number]
+
+    @rule(data=st.data())
+    def holder_returns(self, data: st.DataObject) -> None:
+        if self.away:
+            holder = data.draw(st.sampled_from(self.away))
+            self.away.remove(holder)
+            self.holders.append(self.world.holder(holder))
+
+    @rule()
+    def writer_lost(self) -> None:
+        self.world.lose(self.client)
+        self.open.clear()
+        self.client = self.world.client()
+
+    @rule()
+    def master_restarts(self) -> None:
+        """Holders come back in another order, so their numbers change; leases held by readers do not."""
+        named = {holder.number: holder for holder in self.holders + self.away}
+        leases = [(named[number], begin, end, until) for number, begin, end, until in self.leases if number in named]
+        self.world.restart_master()
+        self.open.clear()
+        self.holders = [self.world.holder(holder) for holder in reversed(self.holders)]
+        self.leases = [(holder.number, *rest) for holder, *rest in leases if holder in self.holders]  # type: ignore[misc]
+        self.client = self.world.client()
+
+    @invariant()
+    def logged_keys_are_readable_when_everyone_is_here(self) -> None:
+        if self.away or not self.holders:
+            return
+        keys = [key for key, (_, logged) in self.twin.items() if logged and any(("default", key) in h.ssd for h in self.holders)]
+        answer = self.world.call(self.client, Exists(9, keys))
+        assert isinstance(answer, Codes)
+        assert all(code == Status.OK for code in answer.codes), dict(zip(keys, answer.codes, strict=True))
+
+    @invariant()
+    def removed_keys_are_not_readable(self) -> None:
+        keys = sorted(self.removed)
+        if keys and hasattr(self, "client"):
+            answer = self.world.call(self.client, Exists(9, keys))
+            assert isinstance(answer, Codes) and all(code != Status.OK for code in answer.codes), keys
+
+
+TestMasterTwin = MasterTwin.TestCase
+TestMasterTwin.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+
+
+HUNT = settings(max_examples=3000, stateful_step_count=40, deadline=None, derandomize=True, phases=[Phase.generate], database=None)
+
+
+@pytest.mark.slow
+def test_canary_a_master_that_forgets_tombstones_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(burial, "graves_against", lambda state, holder: {})
+    with pytest.raises(AssertionError):
+        run_state_machine_as_test(MasterTwin, settings=HUNT)
+
+
+def test_canary_a_master_that_evicts_under_leases_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reads, "LEASE_SLACK_S", -LEASE_S)
+    with pytest.raises(AssertionError):
+        run_state_machine_as_test(MasterTwin, settings=HUNT)
