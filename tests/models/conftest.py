@@ -23,6 +23,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 PAGE = 16
 
+# One thread: the small models gain nothing from more, and OpenMP threads that spin starve each other on a busy machine.
+torch.set_num_threads(1)
+
 
 @pytest.fixture(autouse=True)
 def inference() -> Iterator[None]:
