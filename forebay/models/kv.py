@@ -8,6 +8,9 @@ The pool owns memory only; who may use which page is the planner's business.
 
 from __future__ import annotations
 
+import math
+import mmap
+
 import torch
 from torch import Tensor
 
@@ -35,9 +38,16 @@ class KVPool:
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
         for _ in range(shard.layer_count):
-            self.keys.append(torch.zeros(shape, dtype=dtype, device=device))
-            self.values.append(torch.zeros(shape, dtype=dtype, device=device))
+            self.keys.append(_zeros(shape, dtype, device))
+            self.values.append(_zeros(shape, dtype, device))
 
     @property
     def layers(self) -> int:
         return len(self.keys)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros that cost no memory before they are written: `torch.zeros` would touch every byte of a pool of gigabytes at once."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.frombuffer(mmap.mmap(-1, math.prod(shape) * dtype.itemsize), dtype=dtype).view(shape)
