@@ -66,7 +66,7 @@ def main() -> int:
 @contextlib.contextmanager
 def serving(console: Console) -> Iterator[str]:
     """The server's URL, once it is ready. Raises ``SystemExit`` with its last words if it does not start."""
-    command = [sys.executable, "-m", "forebay.cli.main", "serve", "demo", "--pp", "2", "--port", "0"]
+    command = [str(Path(sys.executable).with_name("forebay")), "serve", "demo", "--pp", "2", "--port", "0"]
     console.print("[dim]$ forebay serve demo --pp 2 --port 0[/]")
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, bufsize=1, process_group=0)
     try:
