@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, field
 
+import msgspec
+
 from forebay.store.master.invariants import check
 from forebay.store.master.machine import Connected, Disconnected, Event, FromClient, FromHolder, Master, Ticked
 from forebay.store.master.records import Close, MasterConfig, Send
@@ -44,7 +46,7 @@ class FakeHolder:
     number: int = 0
     serving: bool = False
     memory: dict[int, HeldMemory] = field(default_factory=dict)  # by offset
-    ssd: dict[tuple[str, bytes], HeldSsd] = field(default_factory=dict)
+    ssd: dict[tuple[str, bytes, int], HeldSsd] = field(default_factory=dict)
     graves: list[Grave] = field(default_factory=list)
     unacked: list[int] = field(default_factory=list)
     promotes: list[Promote] = field(default_factory=list)
@@ -144,8 +146,8 @@ class World:
 
     def persist(self, holder: FakeHolder, tenant: str, key: bytes, generation: int, length: int) -> None:
         if holder.ssd_bytes:
-            holder.ssd[tenant, key] = HeldSsd(tenant, key, generation, length)
-            self.step(FromHolder(holder.session, Persisted([holder.ssd[tenant, key]])))
+            entry = holder.ssd[tenant, key, generation] = HeldSsd(tenant, key, generation, length)
+            self.step(FromHolder(holder.session, Persisted([entry])))
 
     def promote(self, holder: FakeHolder, tenant: str, key: bytes, hint_s: float = 0.0) -> int:
         """Ask for a prefetch of one key; its code."""
@@ -175,7 +177,13 @@ class World:
         match effect.message:
             case Registered(number):
                 holder.number = number
-                entries = Inventory(0, list(holder.memory.values()), list(holder.ssd.values()), list(holder.graves), True)
+                entries = Inventory(
+                    0,
+                    list(holder.memory.values()),
+                    sorted(holder.ssd.values(), key=lambda entry: entry.generation),
+                    list(holder.graves),
+                    True,
+                )
                 self.step(FromHolder(holder.session, entries))
             case Serving():
                 holder.serving = True
@@ -194,12 +202,20 @@ class World:
 
     def _bury(self, holder: FakeHolder, op: int, graves: list[Grave]) -> None:
         for grave in graves:
-            place = (grave.tenant, grave.key)
             if grave.behalf:
                 holder.graves.append(grave)
-            elif place in holder.ssd and holder.ssd[place].generation <= grave.generation:
+                continue
+            for offset, entry in holder.memory.items():
+                if _covers(grave, entry):
+                    holder.memory[offset] = msgspec.structs.replace(entry, buried=True)
+            for place in [place for place, held in holder.ssd.items() if _covers(grave, held)]:
                 del holder.ssd[place]
         if not holder.acks:
             holder.unacked.append(op)
         elif op:
             self.step(FromHolder(holder.session, Buried(op)))
+
+
+def _covers(grave: Grave, entry: HeldMemory | HeldSsd) -> bool:
+    same = (grave.tenant, grave.key) == (entry.tenant, entry.key)
+    return same and (entry.generation == grave.generation if grave.exact else entry.generation <= grave.generation)

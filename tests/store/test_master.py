@@ -95,7 +95,7 @@ def test_an_equal_put_is_success_and_a_different_length_replaces_with_a_higher_g
     assert put(world, client, b"k", PAGE * 2) == OK
     place = get(world, client, b"k").places[0]
     assert place.generation > first and place.length == 2 * PAGE
-    assert holder.ssd["default", b"k"].generation == place.generation
+    assert list(holder.ssd) == [("default", b"k", place.generation)]
 
 
 def test_the_loser_of_two_concurrent_puts_waits_and_finds_the_winners_bytes() -> None:

@@ -1,14 +1,14 @@
 """Removals that are logged before they are acknowledged (rule S3).
 
-Each present holder whose log may know the key logs a tombstone. For an absent one a live holder keeps it, and the absent one
-hears of it before its inventory is believed.
+Each present holder that has a replica logs a tombstone, and marks its memory so that no later master takes it for alive. For an
+absent one a live holder keeps it, and the absent one hears of it before its inventory is believed.
 """
+
+from msgspec.structs import replace
 
 from forebay.store.backend import Status
 from forebay.store.master.records import Burial, Holder, Object, State
 from forebay.store.wire.messages import Bury, Codes, Forget, Grave
-
-Grave3 = tuple[str, bytes, int]
 
 
 class Digger:
@@ -16,18 +16,17 @@ class Digger:
 
     def __init__(self, state: State) -> None:
         self._state = state
-        self._by_holder: dict[int, list[Grave3]] = {}
+        self._by_holder: dict[int, list[Grave]] = {}
 
-    def bury(self, object: Object) -> None:
-        """Every log that may know ``object`` must forget it. Call before its replicas are dropped."""
+    def bury(self, object: Object, *, exact: bool = False) -> None:
+        """Every holder that knows ``object`` must forget it. Call before its replicas are dropped."""
         holders = {replica.holder.number: replica.holder for replica in object.memory}
         holders |= {replica.holder.number: replica.holder for replica in object.ssd}
         for holder in holders.values():
-            if holder.has_log or not holder.present:
-                self.bury_at(holder, object.tenant.name, object.key, object.generation)
+            self.bury_at(holder, Grave(object.tenant.name, object.key, object.generation, exact))
 
-    def bury_at(self, holder: Holder, tenant: str, key: bytes, generation: int) -> None:
-        self._by_holder.setdefault(holder.number, []).append((tenant, key, generation))
+    def bury_at(self, holder: Holder, grave: Grave) -> None:
+        self._by_holder.setdefault(holder.number, []).append(grave)
 
     def send(self, session: int, call: int | None, codes: bytes, delivers: str = "") -> None:
         """Start the burial; its answer (none if ``call`` is None) goes out once all is logged, at once if nothing need be."""
@@ -59,33 +58,41 @@ def holder_lost(state: State, lost: Holder) -> None:
             _finish_if_done(state, number, burial)
 
 
-def graves_against(state: State, holder: Holder) -> dict[tuple[str, bytes], int]:
-    """(tenant, key) -> generation that ``holder`` has yet to hear of."""
-    return state.graves.get(holder.register.name, {})
+def graves_against(state: State, holder: Holder) -> list[Grave]:
+    """Graves that ``holder`` has yet to hear of, in the order of their keys' first."""
+    return [grave for graves in state.graves.get(holder.register.name, {}).values() for grave in graves]
+
+
+def is_buried(state: State, holder: Holder, tenant: str, key: bytes, generation: int) -> bool:
+    """Whether a generation of ``key`` that ``holder`` brings back was removed while it was away."""
+    owed = state.graves.get(holder.register.name, {}).get((tenant, key), ())
+    return any(generation == grave.generation if grave.exact else generation <= grave.generation for grave in owed)
 
 
 def learn(state: State, graves: list[Grave]) -> None:
-    """Graves that a holder kept for others, from its inventory."""
+    """Graves that are kept for an absent holder, newly dug or from its keeper's inventory."""
     for grave in graves:
-        known = state.graves.setdefault(grave.behalf, {})
-        place = (grave.tenant, grave.key)
-        known[place] = max(grave.generation, known.get(place, 0))
+        places = state.graves.setdefault(grave.behalf, {})
+        known = places.get((grave.tenant, grave.key), ())
+        if grave not in known:
+            places[grave.tenant, grave.key] = (*known, grave)
 
 
-def _hand_over(state: State, number: int, burial: Burial, holder: Holder, graves: list[Grave3]) -> None:
+def _hand_over(state: State, number: int, burial: Burial, holder: Holder, graves: list[Grave]) -> None:
     if holder.present:
         burial.missing.setdefault(holder.number, []).extend(graves)
-        state.send(holder.session, Bury(number, [Grave(*grave) for grave in graves]))
+        state.send(holder.session, Bury(number, graves))
         return
     name = holder.register.name
-    learn(state, [Grave(tenant, key, generation, name) for tenant, key, generation in graves])
+    kept = [replace(grave, behalf=name) for grave in graves]
+    learn(state, kept)
     keepers = [other for other in state.holders.values() if other.present and other is not holder]
     if not keepers:
         burial.codes = bytes([Status.UNAVAILABLE]) * len(burial.codes)
         return
     keeper = next((other for other in keepers if other.has_log), keepers[0])
     burial.missing.setdefault(keeper.number, []).extend(graves)
-    state.send(keeper.session, Bury(number, [Grave(*grave, name) for grave in graves]))
+    state.send(keeper.session, Bury(number, kept))
 
 
 def _finish_if_done(state: State, number: int, burial: Burial) -> None:

@@ -6,6 +6,8 @@ or a tombstone stands against it. What no entry confirmed is dropped. Adopted me
 epoch, so it is leased for ttl + 1 s from the start of the inventory.
 """
 
+from msgspec.structs import replace
+
 from forebay.store.master import burial, promotion, puts, space
 from forebay.store.master.extents import Extents, footprint
 from forebay.store.master.records import HEADER_BYTES, Close, Holder, MemoryReplica, Object, State
@@ -13,6 +15,7 @@ from forebay.store.master.transitions import Cause, ReplicaState, move
 from forebay.store.wire.messages import (
     Beat,
     Dropped,
+    Grave,
     HeldMemory,
     HeldSsd,
     Inventory,
@@ -115,7 +118,7 @@ def persisted(state: State, holder: Holder, message: Persisted) -> None:
         elif put is not None and put.object.generation == entry.generation:
             put.persisted.append(holder)
         else:
-            digger.bury_at(holder, entry.tenant, entry.key, entry.generation)
+            digger.bury_at(holder, Grave(entry.tenant, entry.key, entry.generation, True))
     digger.send(holder.session, None, b"")
 
 
@@ -158,12 +161,12 @@ def _take_memory(state: State, now: float, holder: Holder, entry: HeldMemory, di
     if not holder.extents.reserve(entry.offset, size):
         return False
     until = now + state.config.lease_s + RESTART_GRACE_S
-    grave = burial.graves_against(state, holder).get((entry.tenant, entry.key), 0)
+    dead = entry.buried or burial.is_buried(state, holder, entry.tenant, entry.key, entry.generation)
     newer = known is not None and known.generation > entry.generation
-    if grave >= entry.generation or newer:
+    if dead or newer:
         _drain_stranger(holder, Object(tenant, entry.key, entry.generation, entry.length), entry, until)
-        if holder.has_log:
-            digger.bury_at(holder, entry.tenant, entry.key, entry.generation)
+        if not entry.buried:
+            digger.bury_at(holder, Grave(entry.tenant, entry.key, entry.generation))
         return True
     object = _adopt(state, now, tenant.name, entry.key, entry.generation, entry.length, digger)
     replica = MemoryReplica(object, holder, entry.offset, entry.stamp)
@@ -178,9 +181,9 @@ def _take_memory(state: State, now: float, holder: Holder, entry: HeldMemory, di
 def _take_ssd(state: State, now: float, holder: Holder, entry: HeldSsd, digger: burial.Digger) -> None:
     tenant = state.tenant(entry.tenant)
     known = tenant.objects.get(entry.key)
-    grave = burial.graves_against(state, holder).get((entry.tenant, entry.key), 0)
-    if grave >= entry.generation or (known is not None and known.generation > entry.generation):
-        digger.bury_at(holder, entry.tenant, entry.key, entry.generation)
+    dead = burial.is_buried(state, holder, entry.tenant, entry.key, entry.generation)
+    if dead or (known is not None and known.generation > entry.generation):
+        digger.bury_at(holder, Grave(entry.tenant, entry.key, entry.generation))
         return
     put = tenant.pending.get(entry.key)
     if put is not None and put.object.generation == entry.generation:
@@ -225,8 +228,8 @@ def _complete(state: State, now: float, holder: Holder) -> None:
     owed = burial.graves_against(state, holder)
     if owed:
         digger = burial.Digger(state)
-        for (tenant_name, key), generation in owed.items():
-            digger.bury_at(holder, tenant_name, key, generation)
+        for grave in owed:
+            digger.bury_at(holder, replace(grave, behalf=""))
         digger.send(holder.session, None, b"", delivers=holder.register.name)
     holder.complete = True
     holder.settle()

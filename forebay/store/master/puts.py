@@ -31,6 +31,7 @@ from forebay.store.wire.messages import (
     Codes,
     Grant,
     Granted,
+    Grave,
     PutEnd,
     PutRevoke,
     PutStart,
@@ -111,7 +112,7 @@ def writer_lost(state: State, owner: Session) -> None:
 def discard(state: State, put: Put) -> None:
     """Take back the room of a put that will not end, and whatever of it reached a log."""
     digger = Digger(state)
-    digger.bury(put.object)
+    digger.bury(put.object, exact=True)
     for replica in put.object.memory:
         drop_unwritten(state, replica)
     put.object.memory = ()
@@ -221,7 +222,7 @@ def _commit(state: State, now: float, put: Put, written: tuple[int, ...], digger
         return Status.UNAVAILABLE
     for replica in object.memory:
         if replica not in good:
-            digger.bury_at(replica.holder, tenant.name, object.key, object.generation)
+            digger.bury_at(replica.holder, Grave(tenant.name, object.key, object.generation, True))
             drop_unwritten(state, replica)
     object.memory = ()
     del tenant.pending[object.key]

@@ -15,7 +15,7 @@ from forebay.store.backend import Status
 from forebay.store.master.extents import Extents, footprint
 from forebay.store.master.sketch import CountMinSketch
 from forebay.store.master.transitions import ReplicaState
-from forebay.store.wire.messages import MasterToClient, MasterToHolder, Register
+from forebay.store.wire.messages import Grave, MasterToClient, MasterToHolder, Register
 
 HEADER_BYTES = 64
 LEASE_SLACK_S = 0.1
@@ -298,7 +298,7 @@ class Burial:
     session: int
     call: int | None
     codes: bytes
-    missing: dict[int, list[tuple[str, bytes, int]]]
+    missing: dict[int, list[Grave]]
     delivers: str = ""
 
 
@@ -342,7 +342,7 @@ class State:
     sessions: dict[int, Session] = field(default_factory=dict)
     waiting: deque[Waiting] = field(default_factory=deque)
     burials: dict[int, Burial] = field(default_factory=dict)
-    graves: dict[str, dict[tuple[str, bytes], int]] = field(default_factory=dict)  # absent holder -> what it must hear
+    graves: dict[str, dict[tuple[str, bytes], tuple[Grave, ...]]] = field(default_factory=dict)  # absent holder -> what it must hear
     tasks: dict[int, Task] = field(default_factory=dict)
     sketch: CountMinSketch = field(default_factory=CountMinSketch)
     counters: dict[str, int] = field(default_factory=dict)

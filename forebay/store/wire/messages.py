@@ -283,12 +283,15 @@ class Register(_Message, frozen=True):
 
 
 class HeldMemory(_Part, frozen=True):
+    """``buried``: removed, and here only until its last lease ends and it is retired."""
+
     tenant: str
     key: bytes
     generation: int
     length: int
     offset: int
     stamp: int
+    buried: bool = False
 
 
 class HeldSsd(_Part, frozen=True):
@@ -299,11 +302,13 @@ class HeldSsd(_Part, frozen=True):
 
 
 class Grave(_Part, frozen=True):
-    """``key`` is removed up to and including ``generation``. ``behalf``: the absent holder that has yet to hear of it, or ""."""
+    """``key`` is removed up to and including ``generation``; ``exact``: that generation alone (a put that was given up), so an
+    older one stays. ``behalf``: the absent holder that has yet to hear of it, or ""."""
 
     tenant: str
     key: bytes
     generation: int
+    exact: bool = False
     behalf: str = ""
 
 
@@ -389,7 +394,7 @@ class Retire(_Message, frozen=True):
 
 
 class Bury(_Message, frozen=True):
-    """Log these removals, then say ``Buried`` (op 0: no answer wanted)."""
+    """Log these removals, never list the memory of these objects as alive again, then say ``Buried``."""
 
     op: int
     graves: list[Grave]
