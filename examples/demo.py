@@ -10,6 +10,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,7 +21,6 @@ from openai import OpenAI
 from rich.console import Console
 from rich.table import Table
 
-START_S = 120
 TURN_TOKENS = 48
 MANUAL = (Path(__file__).parent / "manual.txt").read_text()
 QUESTIONS = (
@@ -68,7 +68,7 @@ def serving(console: Console) -> Iterator[str]:
     """The server's URL, once it is ready. Raises ``SystemExit`` with its last words if it does not start."""
     command = [str(Path(sys.executable).with_name("forebay")), "serve", "demo", "--pp", "2", "--port", "0"]
     console.print("[dim]$ forebay serve demo --pp 2 --port 0[/]")
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, bufsize=1, process_group=0)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, bufsize=1, process_group=0)
     try:
         yield wait_ready(process, console)
     finally:
@@ -81,15 +81,13 @@ def serving(console: Console) -> Iterator[str]:
 
 
 def wait_ready(process: subprocess.Popen[str], console: Console) -> str:
-    assert process.stderr is not None
-    started, url = time.monotonic(), ""
-    for line in process.stderr:
+    assert process.stdout is not None
+    for line in process.stdout:
         console.print(f"[dim]{line.rstrip()}[/]")
-        found = re.search(r"http://[\d.]+:\d+", line)
-        url = found[0] if found else url
-        if "grid ready" in line:
-            console.print(f"[dim]ready after {time.monotonic() - started:.1f} s[/]")
-            return url
+        found = re.search(r"ready on (http://[\d.]+:\d+)", line)
+        if found:
+            threading.Thread(target=process.stdout.read, daemon=True).start()  # a full pipe would stop the server
+            return found[1]
     raise SystemExit(f"the server did not start (exit status {process.wait()})")
 
 
