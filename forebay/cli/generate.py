@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from rich.console import Console
 
-from forebay.cli.main import UserError
+from forebay.cli.errors import UserError
 from forebay.core.sampling import SamplingParams
 from forebay.frontend.later import refuse_later
 from forebay.settings import resolve

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 import forebay
+from forebay.cli.errors import UserError
 from forebay.cli.options import ConfigFile, takes_settings
 from forebay.settings import SettingsError
 
@@ -27,10 +28,6 @@ app = typer.Typer(
 
 Model = Annotated[str, typer.Argument(help="a Hugging Face directory, a .gguf file, or demo", show_default=False)]
 Json = Annotated[bool, typer.Option("--json", help="print one JSON document")]
-
-
-class UserError(Exception):
-    """One line for stderr; exit status 2."""
 
 
 @app.callback(invoke_without_command=True)

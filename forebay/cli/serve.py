@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from forebay.cli.main import UserError
+from forebay.cli.errors import UserError
 from forebay.frontend.later import refuse_later
 from forebay.settings import resolve
 

@@ -99,8 +99,11 @@ class Generation:
         """Deltas by sequence index, until every sequence has finished. Raises ``GenerationError``; then everything is aborted."""
         try:
             while outputs := await self.call.take():
-                if events := [event for output in outputs if (event := self._event(output)) is not None]:
+                events, failure = self._read(outputs)
+                if events:
                     yield events
+                if failure is not None:
+                    raise failure
         finally:
             self.close()
 
@@ -131,20 +134,24 @@ class Generation:
             sum(usage.cached_store for usage in first),
         )
 
-    def _event(self, output: Output) -> Event | None:
-        index = self._index[output.request_id]
-        sequence = self.sequences[index]
-        if sequence.finished:
-            return None
-        if output.finish not in (None, FinishReason.STOP, FinishReason.LENGTH):
-            assert output.finish is not None
-            raise GenerationError(output.finish, output.message)
-        if output.usage is not None:
-            self.usages[index] = output.usage
-        delta = sequence.push(output)
-        if delta.finish is not None:
-            self.call.abort(output.request_id)  # a stop string was found; for the engine's own endings this does nothing
-        return (index, delta) if delta.text or delta.tokens or delta.finish else None
+    def _read(self, outputs: list[Output]) -> tuple[list[Event], GenerationError | None]:
+        """Events up to the first failure: text that came before it is not lost."""
+        events: list[Event] = []
+        for output in outputs:
+            index = self._index[output.request_id]
+            sequence = self.sequences[index]
+            if sequence.finished:  # by a stop string, earlier in this very batch
+                continue
+            if output.finish not in (None, FinishReason.STOP, FinishReason.LENGTH):
+                return events, GenerationError(output.finish, output.message)
+            if output.usage is not None:
+                self.usages[index] = output.usage
+            delta = sequence.push(output)
+            if delta.finish is not None:
+                self.call.abort(output.request_id)  # a stop string was found; for the engine's own endings this does nothing
+            if delta.text or delta.tokens or delta.finish:
+                events.append((index, delta))
+        return events, None
 
 
 @dataclass(slots=True)

@@ -1,12 +1,16 @@
-"""A model directory of which only the text side is real: every byte is a token, so that any text can be scripted exactly."""
+"""A tiny model directory. Every byte is a token, so that any text can be scripted exactly; weights, where asked for, are random."""
 
 import json
 from pathlib import Path
 
+import numpy as np
+from safetensors.numpy import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 EOS = 256
 CONTEXT = 512
+WIDTH = 16
+LAYERS = 4
 VOCABULARY = 300  # wider than the tokenizer's, as models are
 
 TEMPLATE = (
@@ -29,10 +33,11 @@ def write_text_model(path: Path) -> Path:
         json.dumps(
             {
                 "architectures": ["LlamaForCausalLM"],
-                "hidden_size": 8,
-                "intermediate_size": 8,
-                "num_hidden_layers": 2,
+                "hidden_size": WIDTH,
+                "intermediate_size": WIDTH,
+                "num_hidden_layers": LAYERS,
                 "num_attention_heads": 2,
+                "tie_word_embeddings": True,
                 "vocab_size": VOCABULARY,
                 "max_position_embeddings": CONTEXT,
                 "eos_token_id": EOS,
@@ -47,3 +52,18 @@ def byte_alphabet() -> list[str]:
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     return [chr(byte) if byte in printable else chr(256 + others.index(byte)) for byte in range(256)]
+
+
+def write_random_weights(path: Path) -> Path:
+    """Makes a model that the real engine runs, whose text is noise."""
+    random = np.random.default_rng(11)
+    square = {name: (WIDTH, WIDTH) for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")}
+    square |= {name: (WIDTH, WIDTH) for name in ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")}
+    tensors = {"model.embed_tokens.weight": random.normal(size=(VOCABULARY, WIDTH)), "model.norm.weight": np.ones(WIDTH)}
+    for layer in range(LAYERS):
+        for name, shape in square.items():
+            tensors[f"model.layers.{layer}.{name}.weight"] = random.normal(size=shape)
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            tensors[f"model.layers.{layer}.{name}.weight"] = np.ones(WIDTH)
+    save_file({name: tensor.astype(np.float32) for name, tensor in tensors.items()}, path / "model.safetensors")
+    return path

@@ -1,0 +1,185 @@
+"""`forebay serve` and `forebay generate` as processes, over the real engine with a tiny random model."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+import openai
+import psutil
+import pytest
+from tiny_text import LAYERS, write_random_weights, write_text_model
+
+DEADLINE_S = 90.0
+OPTIONS = ["--pp", "2", "--page-size", "8", "--device-memory", "4MiB", "--threads-per-rank", "1"]
+FOREBAY = [sys.executable, "-m", "forebay.cli"]
+
+
+@dataclass
+class Served:
+    """A server process; its output is read as it comes."""
+
+    process: subprocess.Popen[str]
+    lines: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._changed = threading.Condition()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            with self._changed:
+                self.lines.append(line)
+                self._changed.notify_all()
+
+    def wait_line(self, text: str) -> str:
+        with self._changed:
+            found = self._changed.wait_for(lambda: [line for line in self.lines if text in line], DEADLINE_S)
+        assert found, self.lines
+        return found[0]
+
+    @property
+    def url(self) -> str:
+        match = re.search(r"http://\S+?:\d+", self.wait_line("is ready on"))
+        assert match
+        return match[0]
+
+    def wait_end(self) -> int:
+        return self.process.wait(DEADLINE_S)
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_random_weights(write_text_model(tmp_path_factory.mktemp("random_model")))
+
+
+@pytest.fixture(scope="module")
+def serve(model_dir: Path) -> Iterator[Callable[[], Served]]:
+    started: list[Served] = []
+
+    def start() -> Served:
+        command = [*FOREBAY, "serve", str(model_dir), "--port", "0", "--served-model-name", "tiny", *OPTIONS]
+        environment = os.environ | {"PYTHONUNBUFFERED": "1"}
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, start_new_session=True
+        )
+        started.append(Served(process))
+        return started[-1]
+
+    yield start
+    for served in started:
+        if served.process.poll() is None:
+            served.process.kill()
+            served.process.wait()
+
+
+@pytest.fixture(scope="module")
+def served(serve: Callable[[], Served]) -> Served:
+    return serve()
+
+
+def test_a_chat_over_the_real_engine_sees_its_own_cache(served: Served) -> None:
+    client = openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0)
+    messages = [{"role": "user", "content": "What is a forebay, and what is it for?"}]
+    cached = []
+    for _ in range(2):
+        answer = client.chat.completions.create(model="tiny", messages=messages, max_tokens=8, temperature=0)  # type: ignore[arg-type]
+        assert answer.usage is not None and answer.usage.prompt_tokens_details is not None
+        cached.append(answer.usage.prompt_tokens_details.cached_tokens)
+    assert cached[0] == 0
+    assert cached[1] is not None and cached[1] >= 8
+    freed = httpx.post(f"{served.url}/cache/flush").json()
+    assert freed["freed_pages"] > 0
+
+
+def test_streamed_and_whole_answers_are_equal(served: Served) -> None:
+    client = openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0)
+    asked = {"model": "tiny", "prompt": "The water", "max_tokens": 24, "seed": 4}
+    whole = client.completions.create(**asked)  # type: ignore[call-overload]
+    streamed = client.completions.create(**asked, stream=True)  # type: ignore[call-overload]
+    assert "".join(chunk.choices[0].text for chunk in streamed) == whole.choices[0].text
+
+
+def test_a_prompt_over_the_device_cache_is_an_error_object(model_dir: Path, served: Served) -> None:
+    body = {"model": "tiny", "prompt": "x" * 400, "max_tokens": 200}
+    answer = httpx.post(f"{served.url}/v1/completions", json=body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["code"] == "context_length_exceeded"
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
+def test_a_signal_ends_streams_and_all_processes(serve: Callable[[], Served], number: signal.Signals, status: int) -> None:
+    served = serve()
+    client = openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0)
+    stream = client.completions.create(model="tiny", prompt="x", max_tokens=500, stream=True, extra_body={"ignore_eos": True})
+    next(stream)
+    children = psutil.Process(served.process.pid).children(recursive=True)
+    assert len(children) >= 3
+    served.process.send_signal(number)
+    with pytest.raises(openai.APIError, match="shutting down"):
+        list(stream)
+    assert served.wait_end() == status
+    assert "Traceback" not in "".join(served.lines)
+    _, alive = psutil.wait_procs(children, timeout=10)
+    assert not alive
+
+
+def test_the_planners_death_ends_the_server(serve: Callable[[], Served]) -> None:
+    served = serve()
+    assert served.url
+    (planner,) = psutil.Process(served.process.pid).children()
+    ranks = planner.children()
+    planner.kill()
+    assert served.wait_end() == 1
+    served.wait_line("the planner process ended with status -9")
+    assert "Traceback" not in "".join(served.lines)
+    _, alive = psutil.wait_procs(ranks, timeout=10)
+    assert not alive
+
+
+def test_generate_prints_text_or_one_document(model_dir: Path) -> None:
+    command = [*FOREBAY, "generate", str(model_dir), "Hello", "World", "--max-tokens", "4", *OPTIONS]
+    done = subprocess.run([*command, "--json"], capture_output=True, timeout=DEADLINE_S, check=True)
+    document = json.loads(done.stdout)
+    assert [result["prompt"] for result in document["results"]] == ["Hello", "World"]
+    texts = [result["outputs"][0]["text"] for result in document["results"]]
+    streamed = subprocess.run(command, capture_output=True, timeout=DEADLINE_S, check=True)
+    assert streamed.stdout.decode() == "".join(f"{text}\n" for text in texts)
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda path: (path / "model.safetensors").unlink(), "model.safetensors"),
+        (lambda path: os.truncate(path / "model.safetensors", 5000), "model.safetensors"),
+        (lambda path: (path / "config.json").write_text('{"architectures": ["RwkvForCausalLM"]}'), "RwkvForCausalLM"),
+        (lambda path: (path / "tokenizer.json").write_text("{}"), "tokenizer.json"),
+    ],
+    ids=["missing weights", "cut weights", "unknown architecture", "no tokenizer"],
+)
+def test_a_damaged_model_is_one_line_and_status_2(tmp_path: Path, damage: Callable[[Path], object], said: str) -> None:
+    damage(write_random_weights(write_text_model(tmp_path / "model")))
+    assert said in fails("serve", str(tmp_path / "model"), "--port", "0", *OPTIONS)
+
+
+def test_more_stages_than_layers_is_one_line_and_status_2(model_dir: Path) -> None:
+    assert str(LAYERS) in fails("serve", str(model_dir), "--port", "0", "--pp", str(LAYERS + 1))
+
+
+def fails(*arguments: str) -> str:
+    """The last line of a command that ends with status 2, which is not a traceback."""
+    started = time.monotonic()
+    done = subprocess.run([*FOREBAY, *arguments], capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    assert done.returncode == 2, (done.returncode, done.stderr, time.monotonic() - started)
+    assert "Traceback" not in done.stderr
+    return done.stderr.splitlines()[-1]

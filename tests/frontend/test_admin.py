@@ -1,0 +1,160 @@
+"""Routes for operators, the API key, and what the server says when its engine is gone."""
+
+import hashlib
+from collections.abc import Callable
+
+import openai
+import pytest
+from fake_planner import FakePlanner
+from served import MODEL, Server, says, until, wait_ready
+from tiny_text import CONTEXT, EOS
+
+import forebay
+from forebay.core.messages import GridState, Usage
+from forebay.settings import Settings
+
+Start = Callable[..., Server]
+
+
+def test_models_version_and_health(server: Server) -> None:
+    models = list(server.openai.models.list())
+    assert [model.id for model in models] == [MODEL]
+    assert server.openai.models.retrieve(MODEL).id == MODEL
+    with pytest.raises(openai.NotFoundError):
+        server.openai.models.retrieve("other/model")
+    assert server.http.get("/version").json() == {"version": forebay.__version__}
+    assert server.http.get("/health").json() == {"state": "ready", "detail": ""}
+
+
+def test_tokenize_and_detokenize_are_each_others_inverse(server: Server) -> None:
+    answer = server.post("/tokenize", prompt="héy").json()
+    assert answer == {"count": 4, "max_model_len": CONTEXT, "tokens": list("héy".encode())}
+    assert server.post("/detokenize", tokens=[*answer["tokens"], EOS]).json() == {"prompt": "héy<end>"}
+    chat = server.post("/tokenize", messages=[{"role": "user", "content": "x"}]).json()
+    assert bytes(chat["tokens"]) == b"<user>x\n<assistant>"
+    assert server.post("/tokenize").status_code == 400
+    assert server.post("/detokenize", tokens=[10**6]).json()["error"]["message"].startswith("tokens has the token id 1000000")
+
+
+def test_cache_and_flush(server: Server) -> None:
+    cache = server.http.get("/cache").json()
+    assert cache["tiers"]["device"]["capacity"] == 64
+    assert cache["hits"] == {"prompt_tokens": 40, "cached_tokens": {"device": 8}}
+    for path in ("/cache/flush", "/flush_cache"):
+        assert server.http.post(path).json() == {"tiers": ["device"], "freed_pages": 7}
+    server.http.post("/cache/flush", json={"tiers": ["device"], "timeout_s": 2.5})
+    assert server.planner.flushes[-1].timeout_s == 2.5
+    server.planner.busy = ("request a",)
+    answer = server.http.post("/cache/flush", json={"timeout_s": 0})
+    assert answer.status_code == 409
+    assert "request a" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ({"tiers": ["host"]}, "not available yet"),
+        ({"tiers": ["device", "store"]}, "not available yet"),
+        ({"tiers": ["l9"]}, "there is no tier"),
+        ({"tiers": []}, "empty"),
+        ({"timeout_s": -1}, "timeout_s"),
+        ({"all": True}, "'all'"),
+    ],
+)
+def test_a_flush_of_what_is_not_there(server: Server, body: dict[str, object], said: str) -> None:
+    answer = server.http.post("/cache/flush", json=body)
+    assert answer.status_code == 400
+    assert said in answer.json()["error"]["message"]
+    assert server.planner.flushes == []
+
+
+def metric(server: Server, line: str) -> float:
+    lines = server.http.get("/metrics").text.splitlines()
+    return next(float(text.rsplit(" ", 1)[1]) for text in lines if text.startswith(line + " "))
+
+
+def test_metrics_count_what_passed(server: Server) -> None:
+    names = {
+        "forebay_prompt_tokens_total": 2,
+        'forebay_cached_tokens_total{tier="device"}': 1,
+        'forebay_cached_tokens_total{tier="store"}': 0,
+        "forebay_ttft_seconds_count": 1,
+        "forebay_inter_token_seconds_count": 5,
+        "forebay_queue_seconds_sum": 0.25,
+    }
+    before = {name: metric(server, name) for name in names}
+    server.planner.usage = Usage(cached_device=1, queue_s=0.25)
+    server.post("/v1/completions", prompt="ab")
+    assert {name: metric(server, name) - before[name] for name in names} == names
+
+
+def test_metrics_of_the_planner(server: Server) -> None:
+    assert metric(server, "forebay_waiting_requests") == 3
+    assert metric(server, 'forebay_pages{state="free",tier="device"}') == 64
+    assert metric(server, 'forebay_plan_seconds_bucket{le="0.01"}') == 3
+    assert metric(server, "forebay_plan_seconds_count") == 4
+    assert metric(server, "forebay_plan_seconds_sum") == 9.5
+    assert metric(server, "forebay_worker_restarts_total") == 0
+
+
+def test_with_a_key_everything_but_the_probes_asks_for_it(start_server: Start) -> None:
+    key = hashlib.sha256(b"any").hexdigest()
+    server = wait_ready(start_server(Settings(api_key=key)))
+    assert server.http.get("/health").status_code == 200
+    for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": key}, {"Authorization": f"Bearer {key}x"}):
+        for method, path in (("POST", "/v1/completions"), ("GET", "/v1/models"), ("POST", "/flush_cache"), ("GET", "/nowhere")):
+            answer = server.http.request(method, path, headers=headers)
+            assert answer.status_code == 401
+            assert answer.json()["error"]["code"] == "invalid_api_key"
+    assert server.http.get("/v1/models", headers={"Authorization": f"Bearer {key}"}).status_code == 200
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0)
+    assert client.completions.create(model=MODEL, prompt="x").choices[0].text == "hello"
+
+
+def test_while_the_model_loads_health_says_so_and_requests_are_told_to_come_back(start_server: Start) -> None:
+    planner = FakePlanner(says("hello"), CONTEXT)
+    planner.state = GridState.STARTING
+    planner.detail = "loading weights"
+    server = start_server(planner=planner)
+    until(lambda: server.http.get("/health").status_code == 200)
+    assert server.http.get("/health").json() == {"state": "starting", "detail": "loading weights"}
+    assert server.http.get("/ready").status_code == 503
+    answer = server.post("/v1/completions", prompt="x")
+    assert answer.status_code == 503
+    assert answer.headers["retry-after"] == "1"
+    assert "loaded" in answer.json()["error"]["message"]
+    planner.state = GridState.READY
+    until(lambda: server.http.get("/ready").status_code == 200)
+    assert server.post("/v1/completions", prompt="x").status_code == 200
+
+
+def test_a_model_that_cannot_be_loaded_ends_the_server_with_its_reason(start_server: Start, capsys: pytest.CaptureFixture[str]) -> None:
+    planner = FakePlanner(says("hello"), CONTEXT)
+    planner.state, planner.detail = GridState.FAILED, "rank 0: model.safetensors is damaged"
+    server = start_server(planner=planner)
+    assert server.wait_end() == 2
+    assert "forebay: rank 0: model.safetensors is damaged\n" in capsys.readouterr().err
+
+
+def test_the_planners_death_ends_streams_with_an_error_and_the_server_with_a_line(
+    start_server: Start, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server = wait_ready(start_server())
+    server.planner.script = says("on and on ", end=False)
+    server.planner.allow(1)
+    stream = server.openai.completions.create(model=MODEL, prompt="x", stream=True)
+    assert next(stream).choices[0].text == "o"
+    server.planner.kill()
+    with pytest.raises(openai.APIError, match="the planner process ended with status -9"):
+        list(stream)
+    assert server.wait_end() == 1
+    assert capsys.readouterr().err.splitlines()[-1] == "forebay: the planner process ended with status -9"
+
+
+def test_a_planner_that_falls_silent_is_unhealthy_and_then_given_up(start_server: Start, capsys: pytest.CaptureFixture[str]) -> None:
+    server = wait_ready(start_server())
+    server.planner.mute = True
+    until(lambda: server.http.get("/health").status_code == 503)
+    assert server.http.get("/health").json()["state"] == "silent"
+    assert server.wait_end() == 1
+    assert "the planner has not been heard for 5 s" in capsys.readouterr().err
