@@ -1,7 +1,8 @@
 """Text to prompt tokens, with a bound before the work and off the event loop when the work is long.
 
 What a prompt may cost is limited in two steps: characters first (a longer text cannot fit the context, so it is not even
-tokenised), tokens afterwards. Long texts are encoded in threads of their own; the tokenizer's Rust core releases the GIL.
+tokenised), tokens afterwards. Long texts are encoded in threads of their own, which keeps the event loop free where the
+tokenizer's core releases the GIL (its batch calls do, the single ones do not).
 """
 
 import asyncio
