@@ -7,7 +7,8 @@ Per forward, `plan_attention` turns the batch into index tensors that all layers
     decode  (rows == 1)  all sequences of similar length together, gathered and padded
 
 The query heads that share a key/value head are rows of one matrix product: nothing is repeated. On the CPU, products
-and softmax apart are twice as fast as torch's flash kernel (docs/LOG.md); elsewhere that kernel is used.
+and softmax apart are twice as fast as torch's flash kernel (docs/LOG.md); elsewhere that kernel is used. Keys are
+always whole pages, the unused tail masked: an odd number of keys makes the products copy their operands.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class Decodes:
 class AttentionPlan:
     """What all layers of one forward share. `slots (W * kv_heads,)` index the pool as rows of head_dim.
 
-    `causal (BLOCK_ROWS, BLOCK_ROWS)` is added to the scores of a block of rows against its own keys.
+    `causal (BLOCK_ROWS, BLOCK_ROWS + page_size)` is added to the scores of a block of rows from its own keys on.
     """
 
     slots: Tensor
@@ -74,7 +75,7 @@ def plan_attention(batch: StageBatch, kv_heads: int, dtype: torch.dtype) -> Atte
         write_rows=None if len(batch.write_rows) == batch.rows else batch.write_rows,
         prefills=prefills,
         decodes=[_plan_decodes(group, batch, heads, dtype) for group in singles.values()],
-        causal=torch.full((BLOCK_ROWS, BLOCK_ROWS), float("-inf"), dtype=dtype, device=device).triu_(1),
+        causal=torch.full((BLOCK_ROWS, BLOCK_ROWS + batch.page_size), float("-inf"), dtype=dtype, device=device).triu_(1),
     )
 
 
@@ -106,13 +107,10 @@ def _plan_decodes(group: list[int], batch: StageBatch, heads: Tensor, dtype: tor
     device = batch.positions.device
     tables = torch.nn.utils.rnn.pad_sequence([batch.page_tables[index] for index in group], batch_first=True)
     totals = [span.total for span in spans]
-    padded = tables.shape[1] * batch.page_size
+    keys = tables.shape[1] * batch.page_size
     mask = None
-    keys = padded
-    if min(totals) == max(totals):
-        keys = totals[0]
-    else:
-        unseen = torch.arange(padded, device=device) >= torch.tensor(totals, device=device)[:, None]
+    if min(totals) < keys:
+        unseen = torch.arange(keys, device=device) >= torch.tensor(totals, device=device)[:, None]
         mask = torch.zeros(unseen.shape, dtype=dtype, device=device).masked_fill_(unseen, float("-inf"))
     return Decodes(
         rows=torch.tensor([span.row_start for span in spans], device=device),
@@ -122,12 +120,10 @@ def _plan_decodes(group: list[int], batch: StageBatch, heads: Tensor, dtype: tor
     )
 
 
-def _gather(pool: Tensor, gather: Tensor, keys: int) -> Tensor:
-    """`(n, keys, head_dim)`: the first `keys` tokens of each run of page-heads, n runs in all (heads, or B x heads)."""
+def _gather(pool: Tensor, gather: Tensor, runs: int) -> Tensor:
+    """`(runs, keys, head_dim)`: page-heads strung together, `runs` (heads, or B x heads) equally long strings."""
     page_size, head_dim = pool.shape[2:]
-    runs = pool.view(-1, page_size, head_dim).index_select(0, gather)
-    pages = -(-keys // page_size)
-    return runs.view(-1, pages * page_size, head_dim)[:, :keys]
+    return pool.view(-1, page_size, head_dim).index_select(0, gather).view(runs, -1, head_dim)
 
 
 def _prefill(work: Prefill, causal: Tensor, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
@@ -135,22 +131,25 @@ def _prefill(work: Prefill, causal: Tensor, q: Tensor, keys: Tensor, values: Ten
     rows, heads, head_dim = q.shape
     span, kv_heads = work.span, keys.shape[1]
     groups = heads // kv_heads
-    k, v = (_gather(pool, work.gather, span.total) for pool in (keys, values))
+    k, v = (_gather(pool, work.gather, kv_heads) for pool in (keys, values))
     query = q.view(rows, kv_heads, groups, head_dim).permute(1, 2, 0, 3)
     if q.device.type != "cpu":
-        seen = torch.ones(rows, span.total, dtype=torch.bool, device=q.device).tril_(span.context)
+        k, v = k[:, : span.total], v[:, : span.total]
+        visible = torch.ones(rows, span.total, dtype=torch.bool, device=q.device).tril_(span.context)
         k, v = (x.unsqueeze(1).expand(-1, groups, -1, -1) for x in (k, v))
-        return F.scaled_dot_product_attention(query, k, v, attn_mask=seen).permute(2, 0, 1, 3).reshape(rows, -1)
+        return F.scaled_dot_product_attention(query, k, v, attn_mask=visible).permute(2, 0, 1, 3).reshape(rows, -1)
     out = torch.empty(rows, kv_heads, groups, head_dim, dtype=q.dtype, device=q.device)
+    query = query * head_dim**-0.5
+    page_size = keys.shape[2]
     for start in range(0, rows, BLOCK_ROWS):
         stop = min(start + BLOCK_ROWS, rows)
-        seen_keys = span.context + stop
+        own = span.context + start
+        seen = -(-(span.context + stop) // page_size) * page_size
         block = query[:, :, start:stop].reshape(kv_heads, -1, head_dim)
-        scores = _scores(block, k[:, :seen_keys]).view(kv_heads, groups, stop - start, seen_keys)
-        scores[..., span.context + start :].add_(causal[: stop - start, : stop - start])
-        weights = torch.softmax(scores, -1).view(kv_heads, -1, seen_keys)
-        part = torch.bmm(weights, v[:, :seen_keys]).view(kv_heads, groups, stop - start, head_dim)
-        out[start:stop] = part.permute(2, 0, 1, 3)
+        scores = torch.bmm(block, k[:, :seen].transpose(1, 2))
+        scores.view(kv_heads, groups, stop - start, seen)[..., own:].add_(causal[: stop - start, : seen - own])
+        part = torch.bmm(torch.softmax(scores, -1), v[:, :seen])
+        out[start:stop] = part.view(kv_heads, groups, stop - start, head_dim).permute(2, 0, 1, 3)
     return out.view(rows, heads * head_dim)
 
 
@@ -158,14 +157,9 @@ def _decode(work: Decodes, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     """`(B, heads, head_dim)`, one row a sequence; returns `(B, heads * head_dim)`."""
     batch, heads, head_dim = q.shape
     kv_heads = keys.shape[1]
-    k, v = (_gather(pool, work.gather, work.keys) for pool in (keys, values))
-    scores = _scores(q.reshape(batch * kv_heads, heads // kv_heads, head_dim), k)
+    k, v = (_gather(pool, work.gather, batch * kv_heads) for pool in (keys, values))
+    query = (q * head_dim**-0.5).view(batch * kv_heads, heads // kv_heads, head_dim)
+    scores = torch.bmm(query, k.transpose(1, 2))
     if work.mask is not None:
         scores.view(batch, heads, work.keys).add_(work.mask[:, None])
     return torch.bmm(torch.softmax(scores, -1), v).view(batch, heads * head_dim)
-
-
-def _scores(q: Tensor, k: Tensor) -> Tensor:
-    """`q @ k.T / sqrt(head_dim)` for `q (n, rows, head_dim)` and `k (n, keys, head_dim)`, rounded once."""
-    unused = torch.empty((), dtype=q.dtype, device=q.device).expand(q.shape[0], q.shape[1], k.shape[1])
-    return torch.baddbmm(unused, q, k.transpose(1, 2), beta=0, alpha=q.shape[-1] ** -0.5)
