@@ -71,19 +71,19 @@ def assert_close_call(ours, theirs, logits):
             return
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_same_text_as_transformers(demo, reference, pipeline, dtype):
     check(demo, reference, pipeline, count=2, steps=12, stage_counts=(1, 4), dtype=dtype)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_same_text_as_transformers_on_twenty_prompts(demo, reference, pipeline, dtype):
     check(demo, reference, pipeline, count=20, steps=64, stage_counts=(1, 2, 4), dtype=dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_cached_prefix_gives_the_same_next_token(demo, pipeline, dtype):
     """A 700-token prompt in one pass, in chunks, and with its pages borrowed for a full hit."""
     prompt = (prompts(Tokenizer(demo), 20)[0] * 40)[:704]
