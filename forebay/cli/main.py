@@ -15,7 +15,7 @@ from forebay.settings import SettingsError
 
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
-_LATER_COMMANDS = ("store", "bench", "simulate", "timeline", "doctor")
+_LATER_COMMANDS = ("store", "bench", "timeline", "doctor")
 
 app = typer.Typer(
     name="forebay",
@@ -94,6 +94,18 @@ def show_config(json: Json = False) -> None:
     from forebay.cli.config import print_config
 
     print_config(as_json=json)
+
+
+@app.command()
+def simulate(
+    fuzz: Annotated[int, typer.Option("--fuzz", min=1, help="number of histories to run, each from its own seed")],
+    seed: Annotated[int, typer.Option("--seed", min=0, help="first seed")] = 0,
+    json: Json = False,
+) -> None:
+    """Run the real planner through random traffic, orders, delays and faults, and check every rule after every step."""
+    from forebay.cli.simulate import run_simulation
+
+    run_simulation(fuzz, seed, json)
 
 
 def _refuse_command(name: str) -> None:

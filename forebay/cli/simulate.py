@@ -3,19 +3,14 @@
 import json
 import sys
 import time
-from typing import Annotated
 
 import typer
 
 from forebay.sim.fuzz import Campaign, CampaignError, run_campaign
 
 
-def simulate(
-    fuzz: Annotated[int, typer.Option("--fuzz", min=1, help="Number of histories to run, each from its own seed.")],
-    seed: Annotated[int, typer.Option("--seed", min=0, help="First seed.")] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")] = False,
-) -> None:
-    """Run the real planner through random traffic, orders, delays and faults, and check every rule after every step."""
+def run_simulation(fuzz: int, seed: int, as_json: bool) -> None:
+    """Run ``fuzz`` histories from ``seed`` on. Raises ``typer.Exit`` (1) at the first that breaks a rule."""
     started = time.monotonic()
     shown = started
 

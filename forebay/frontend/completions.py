@@ -59,7 +59,7 @@ async def _prompts(service: Service, prompt: str | list[str | int | list[int]]) 
     if len(prompt) > MAX_PROMPTS:
         raise ApiError(400, f"prompt has {len(prompt)} entries; at most {MAX_PROMPTS} are allowed", "prompt")
     if texts := _all_of(prompt, str):
-        return [await encoder.from_text(text) for text in texts]
+        return await encoder.from_texts(texts)
     if lists := _all_of(prompt, list):
         return [encoder.from_tokens(tokens) for tokens in lists]
     raise ApiError(400, "prompt mixes texts and token ids; allowed: one kind of them", "prompt")

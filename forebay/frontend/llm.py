@@ -10,7 +10,7 @@ import asyncio
 import secrets
 import threading
 import weakref
-from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -31,7 +31,7 @@ from forebay.settings import Settings, resolve
 STOP_S = 10.0
 
 T = TypeVar("T")
-PromptInput = str | Sequence[int] | Prompt
+PromptInput = str | list[int] | Prompt
 Conversation = Sequence[Mapping[str, str]]
 
 
@@ -125,7 +125,7 @@ class LLM:
         prompts = self._host.call(self._host.render_all(conversations, add_generation_prompt))
         return self._host.call(self._host.run_all(prompts, _for_each(sampling_params, len(prompts))))
 
-    def stream(self, prompt: PromptInput, sampling_params: SamplingParams | None = None) -> Iterator[str]:
+    def stream(self, prompt: PromptInput, sampling_params: SamplingParams | None = None) -> Generator[str, None, None]:
         """The text of one prompt piece by piece; stopping early stops the engine's work too. ``n`` must be 1."""
         params = sampling_params or SamplingParams()
         if params.n != 1:
@@ -136,7 +136,8 @@ class LLM:
             while batch := self._host.call(_next(events)):
                 yield "".join(delta.text for _, delta in batch)
         finally:
-            self._host.call(_close(generation))
+            if self._finalizer.alive:
+                self._host.call(_close(generation))
 
     def render_chat(self, messages: Conversation, add_generation_prompt: bool = True) -> Prompt:
         """The prompt that the model's chat template makes of a conversation, for `generate` and `stream`."""

@@ -1,7 +1,8 @@
 """Text to prompt tokens, with a bound before the work and off the event loop when the work is long.
 
 What a prompt may cost is limited in two steps: characters first (a longer text cannot fit the context, so it is not even
-tokenised), tokens afterwards. Long texts are encoded in threads of their own; the tokenizer's Rust core releases the GIL.
+tokenised), tokens afterwards. Long texts are encoded in threads of their own, which keeps the event loop free where the
+tokenizer's core releases the GIL (its batch calls do, the single ones do not).
 """
 
 import asyncio
@@ -53,11 +54,20 @@ class PromptEncoder:
 
     async def from_text(self, text: str, add_special: bool = True) -> Prompt:
         """Raises ``PromptError``."""
-        self._check_chars(len(text))
-        if not text:
-            raise PromptError("the prompt is empty; at least one character is needed")
-        tokens = await self._off_loop(len(text), lambda: self.tokenizer.encode(text, add_special))
-        return self._checked(tokens, text)
+        return (await self.from_texts([text], add_special))[0]
+
+    async def from_texts(self, texts: Sequence[str], add_special: bool = True) -> list[Prompt]:
+        """Raises ``PromptError`` for the first that cannot be served."""
+        for text in texts:
+            self._check_chars(len(text))
+            if not text:
+                raise PromptError("the prompt is empty; at least one character is needed")
+
+        def encode() -> list[list[int]]:
+            return [self.tokenizer.encode(text, add_special) for text in texts]
+
+        encoded = await self._off_loop(sum(map(len, texts)), encode)
+        return [self._checked(tokens, text) for tokens, text in zip(encoded, texts, strict=True)]
 
     async def from_messages(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> Prompt:
         """Raises ``PromptError``, and whatever the chat template raises (`models.tokenizer.TemplateError`, `ModelError`)."""
@@ -79,7 +89,8 @@ class PromptEncoder:
 
     def check_ids(self, tokens: Sequence[int], where: str) -> None:
         """Raises ``PromptError`` if one is no token of the model."""
-        for bad in (token for token in tokens if not 0 <= token < self.vocab_size):
+        if tokens and not (min(tokens) >= 0 and max(tokens) < self.vocab_size):
+            bad = next(token for token in tokens if not 0 <= token < self.vocab_size)
             raise PromptError(f"{where} has the token id {bad}; the model's ids are 0 to {self.vocab_size - 1}")
 
     async def decode(self, tokens: Sequence[int]) -> str:

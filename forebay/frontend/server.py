@@ -34,7 +34,7 @@ EXIT_ENGINE_LOST = 1
 
 
 class ListenError(Exception):
-    """The address cannot be listened on; one line: what was given, why not, what to do."""
+    """There is no listening as asked; one line: what was given, why not, what to do."""
 
 
 def serve(model: str, settings: Settings) -> int:
@@ -43,6 +43,8 @@ def serve(model: str, settings: Settings) -> int:
     Raises, before anything runs, one-line errors of the user's making: ``ListenError``, ``models.errors.ModelError``,
     ``runtime.launch.StartError``.
     """
+    if settings.api_key == "":
+        raise ListenError("--api-key is empty, which would let everyone in; give a key, or leave it out for an open server")
     _allow_many_connections()
     with listen(settings.host, settings.port) as sock:
         resolved = resolve_model(model)

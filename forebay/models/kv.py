@@ -3,6 +3,7 @@
     keys[layer]    (pages, kv_heads, page_size, head_dim)     values[layer]  the same
 
 A page of one layer's keys is contiguous, head by head: exactly the piece of a block that L2 and L3 hold (DESIGN 4.2).
+Every slot holds finite numbers at all times, zeros at first: attention reads whole pages and masks what is not yet there.
 The pool owns memory only; who may use which page is the planner's business.
 """
 

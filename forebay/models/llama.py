@@ -130,7 +130,8 @@ class Stage:
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`x / rms(x) * weight` over the last dimension, the mean in float32 (Zhang and Sennrich, arXiv 1910.07467)."""
     wide = x.float()
-    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True).add_(eps))
+    squares: Tensor = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_()
+    scale = squares.div_(x.shape[-1]).add_(eps).rsqrt_()
     return (wide * scale).to(x.dtype).mul_(weight)
 
 

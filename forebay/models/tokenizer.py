@@ -64,7 +64,8 @@ class Tokenizer:
 
     def encode(self, text: str, add_special: bool = True) -> list[int]:
         """Ids of `text`; special tokens spelled out in it count as such. `add_special` adds what the model starts with."""
-        return self._backend.encode(text, add_special_tokens=add_special).ids
+        # The batch call releases the GIL, the single one does not: a long text must not stop a server's other threads.
+        return self._backend.encode_batch_fast([text], add_special_tokens=add_special)[0].ids
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         """Text of `ids`; bytes that are no UTF-8 become U+FFFD, ids outside the vocabulary nothing."""

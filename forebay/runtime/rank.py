@@ -3,6 +3,7 @@
 load --> LoadedRank -- allocate(pages, rendezvous) --> ReadyRank -- executor.run(plan), ...
 """
 
+import errno
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -108,7 +109,7 @@ class LoadedRank:
     def _pool(self, pages: int) -> KVPool:
         try:
             return KVPool(self.config, self.shard, pages, self.boot.page_size, self.stage.dtype, self.device)
-        except (MemoryError, RuntimeError) as error:
+        except (MemoryError, OSError, OverflowError, RuntimeError) as error:
             if not _is_shortage(error):
                 raise
             raise MemoryShortage(
@@ -137,8 +138,10 @@ def load(boot: WorkerBoot) -> LoadedRank:
 
 
 def _is_shortage(error: Exception) -> bool:
-    """PyTorch's CPU allocator raises a plain RuntimeError."""
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+    """PyTorch's CPU allocator raises a plain RuntimeError; a mapping raises OSError, or OverflowError if it is past any address."""
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    return isinstance(error, MemoryError | OverflowError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
 def _parameters(config: ModelConfig, shard: Shard) -> int:

