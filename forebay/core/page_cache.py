@@ -91,7 +91,11 @@ class PageCache:
     def begin_backup(self, node: Node) -> int | None:
         """A host page to copy ``node`` into, its device page pinned meanwhile; None if there is no host page."""
         assert not node.saving and node.pages[Tier.HOST] == NONE
+        parent = () if node.parent is None or node.parent.pages[Tier.HOST] == NONE else (node.parent,)
+        for each in parent:
+            self.tree.pin(each, Tier.HOST)  # making room must not take the page that this copy hangs on
         page = self.allocate_host()
+        self.tree.unpin(parent, Tier.HOST)
         if page is not None:
             self.tree.pin(node)
             node.saving = True
