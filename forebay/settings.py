@@ -18,6 +18,8 @@ from typing import Annotated, Any
 
 import msgspec
 
+from forebay.core.transfers import WritePolicy
+
 ENVIRONMENT_PREFIX = "FOREBAY_"
 _UNITS = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
 
@@ -86,19 +88,20 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     page_size: Annotated[int, Setting("tokens of a page: the one unit of caching, copying and evicting", "tokens", 1, 4096)] = 64
     device_memory: Annotated[
         int | None,
+        Setting("KV pages of one rank (L1); a share of the free memory if not given", "bytes", 1, short_range="a size such as 512MiB"),
+    ] = None
+    host_memory: Annotated[
+        int | None,
         Setting(
-            "KV pages of one rank (L1); a share of the free memory if not given", "bytes", 1, short_range="a size such as 512MiB"
+            "KV pages of one rank in host memory (L2); twice the device's if not given", "bytes", 1, short_range="a size such as 4GiB"
         ),
     ] = None
+    write_policy: Annotated[WritePolicy, Setting("when a full page is copied to host memory")] = WritePolicy.WRITE_THROUGH
     chunk_size: Annotated[
         int,
-        Setting(
-            "prefill tokens that one plan may run; smaller = steadier decodes", "tokens", 1, 1 << 20, ("--chunked-prefill-size",)
-        ),
+        Setting("prefill tokens that one plan may run; smaller = steadier decodes", "tokens", 1, 1 << 20, ("--chunked-prefill-size",)),
     ] = 512
-    max_running: Annotated[
-        int, Setting("requests that may hold device pages at once", "requests", 1, 65536, ("--max-num-seqs",))
-    ] = 64
+    max_running: Annotated[int, Setting("requests that may hold device pages at once", "requests", 1, 65536, ("--max-num-seqs",))] = 64
     max_context: Annotated[
         int | None, Setting("longest prompt + output; the model's own if not given", "tokens", 1, 1 << 30, ("--max-model-len",))
     ] = None

@@ -15,7 +15,7 @@ LAYERS = {
     "runtime": {"core", "observe", "store", "models", "settings"},
     "frontend": {"core", "observe", "models", "runtime", "settings"},
     "cli": {"core", "observe", "models", "runtime", "store", "sim", "frontend", "bench", "settings"},
-    "settings": set(),
+    "settings": {"core"},
     "__init__": {"core", "frontend"},
 }
 PURE = {"torch", "socket", "threading", "time", "random", "asyncio", "zmq", "os", "pathlib", "subprocess", "io"}

@@ -5,6 +5,8 @@ from collections.abc import Iterator
 from forebay.core.messages import Usage
 from forebay.core.replica import Replica
 from forebay.core.request import Request
+from forebay.core.transfers import SELECTIVE_HITS, WritePolicy
+from forebay.core.tree import NONE, Tier
 
 PREFIX_WINDOW = 64
 
@@ -19,13 +21,13 @@ def admit(replica: Replica, now: float) -> None:
             return
         if _next_page_is_coming(replica, request):
             continue
-        if not _reserve(replica, request):
+        loaded = _reserve(replica, request)
+        if loaded is None:
             return
         replica.start_running(request)
+        _want_backups(replica, request)
         if request.usage is None:
-            cached = request.computed
-            request.usage = Usage(cached_device=cached, queue_s=now - request.arrived_at)
-            replica.cached_device_tokens += cached
+            _account(replica, request, loaded, now)
 
 
 def _candidates(replica: Replica) -> Iterator[Request]:
@@ -48,21 +50,51 @@ def _next_page_is_coming(replica: Replica, request: Request) -> bool:
     return False
 
 
-def _reserve(replica: Replica, request: Request) -> bool:
-    """Pin the cached prefix and take pages for the rest of the known tokens, if one more page could be had besides."""
+def _reserve(replica: Replica, request: Request) -> int | None:
+    """Pin the cached prefix, begin to load what of it is in host memory only, and take device pages for that and for the rest of
+    the known tokens, if one more page could be had besides. The number of pages to be loaded, or None and nothing has changed."""
     cache = replica.cache
     assert cache is not None
     path = cache.tree.match(request.extend_hashes())
+    loads = [node for node in path if node.pages[Tier.DEVICE] == NONE]
+    if 0 < len(loads) * replica.config.page_size <= replica.config.load_back_threshold:
+        path = path[: path.index(loads[0])]
+        loads = []
     pages = replica.pages_for(request.length)
-    wanted = min(pages + 1, replica.pages_at_most(request))
-    cache.pin(path)
-    if wanted - len(path) > cache.obtainable:
-        cache.release(path, (), cache.retired)
-        return False
-    own = cache.allocate(pages - len(path))
-    assert own is not None
+    held = [node for node in path if node.pages[Tier.DEVICE] != NONE]
+    cache.pin(held)
+    for node in loads:
+        cache.tree.pin(node, Tier.HOST)  # before device pages are taken, or making room could take what is to be loaded
+    wanted = min(pages + 1, replica.pages_at_most(request)) - len(held)
+    own = cache.allocate(pages - len(held)) if wanted <= cache.obtainable else None
+    cache.tree.unpin(loads, Tier.HOST)
+    if own is None:
+        cache.release(held, (), cache.retired)
+        return None
+    cache.begin_load(loads, own[: len(loads)])
+    cache.pin(loads)
+    replica.loads += loads
     request.nodes = path
-    request.table = [node.page for node in path] + own
+    request.table = [node.page for node in path] + own[len(loads) :]
     # The last token is always computed (rule R7), even if its page is cached.
     request.computed = min(len(path) * replica.config.page_size, request.length - 1)
-    return True
+    return len(loads)
+
+
+def _account(replica: Replica, request: Request, loaded: int, now: float) -> None:
+    """Where the prompt's KV came from, told once; a token that is computed although its page is cached counts for no tier."""
+    host = min(loaded * replica.config.page_size, request.computed)
+    device = request.computed - host
+    request.usage = Usage(cached_device=device, cached_host=host, queue_s=now - request.arrived_at)
+    replica.cached_device_tokens += device
+    replica.cached_host_tokens += host
+
+
+def _want_backups(replica: Replica, request: Request) -> None:
+    """A hit may be what sends a page to host memory."""
+    policy = replica.config.write_policy
+    for node in request.nodes:
+        node.hits += 1
+        second = policy is WritePolicy.WRITE_THROUGH_SELECTIVE and node.hits >= SELECTIVE_HITS
+        if not request.no_store and (second or policy is WritePolicy.WRITE_THROUGH):
+            replica.backups.want(node)

@@ -11,10 +11,13 @@ A chunk may be built while the same prompt's previous chunk is still in flight, 
 from dataclasses import dataclass, field
 
 from forebay.core.digest import PlanDigest
-from forebay.core.messages import Opening, Piece, Plan, Remap
+from forebay.core.messages import Backup, Copy, Opening, Piece, Plan, Remap
 from forebay.core.pace import work_of
+from forebay.core.page_cache import PageCache
 from forebay.core.replica import InFlight, Replica
 from forebay.core.request import Request, RequestState, Twin
+from forebay.core.transfers import WRITE_BACK_FREE_SHARE, WritePolicy
+from forebay.core.tree import NONE, Tier
 
 
 @dataclass(slots=True)
@@ -45,6 +48,8 @@ def build_plan(replica: Replica, epoch: int, now: float) -> Plan | None:
         remaps=tuple(draft.remaps),
         pieces=tuple(draft.pieces),
         digest=_digest(replica, draft),
+        loads=_take_loads(replica, draft.number),
+        backup=_start_backup(replica),
     )
     replica.built = plan.number
     replica.digest = plan.digest
@@ -170,12 +175,47 @@ def _insert_nodes(replica: Replica, request: Request, number: int) -> None:
         if node is None:
             parent = request.nodes[-1] if request.nodes else None
             node = cache.adopt(hash, parent, request.table[index])
+            if replica.config.write_policy is WritePolicy.WRITE_THROUGH and not request.no_store:
+                replica.backups.want(node)
+        elif node.pages[Tier.DEVICE] == NONE:  # it was not worth loading, and has been computed again
+            cache.readopt(node, request.table[index])
         else:
             cache.pin((node,))
             request.twins.append(Twin(index, number))
         request.nodes.append(node)
         if replica.computing.get(hash) is request:
             del replica.computing[hash]
+
+
+def _take_loads(replica: Replica, number: int) -> tuple[Copy, ...]:
+    """All loads that were begun since the last plan: whichever request's piece comes first finds its pages loaded."""
+    cache = replica.cache
+    assert cache is not None
+    loads, replica.loads = replica.loads, []
+    copies = tuple(Copy(node.page, node.pages[Tier.HOST]) for node in loads)
+    cache.release(loads, (), number, loaded=loads)
+    return copies
+
+
+def _start_backup(replica: Replica) -> Backup | None:
+    cache = replica.cache
+    assert cache is not None
+    if replica.config.write_policy is WritePolicy.WRITE_BACK:
+        _want_oldest(replica, cache)
+    return replica.backups.start(cache, replica.config.ranks)
+
+
+def _want_oldest(replica: Replica, cache: PageCache) -> None:
+    """Write-back: while few device pages are free, what eviction would take next is to be saved first, with its ancestors."""
+    if cache.device.free >= cache.device.capacity * WRITE_BACK_FREE_SHARE:
+        return
+    node = cache.tree.oldest(Tier.DEVICE)
+    path = []
+    while node is not None and node.pages[Tier.HOST] == NONE:
+        path.append(node)
+        node = node.parent
+    for ancestor in reversed(path):
+        replica.backups.want(ancestor)
 
 
 def _digest(replica: Replica, draft: _Draft) -> bytes:

@@ -2,22 +2,26 @@
 
 I1  every page has one owner, and the pool's counts are right (R4)
 I2  a node's pins are exactly the requests and fences that hold it; request pages are held by exactly one request
-I3  the tree is closed: parents of resident nodes are resident, children are counted, pins never rise towards the leaves (R9)
+I3  the tree is closed: parents of resident nodes are resident, there are no stubs, children are counted (R9)
 I4  a request in a plan in flight holds its pages; fences only wait for plans in flight (R5)
 I5  plans in flight are consecutive, at most pp, and the newest is the last one built (R1)
 I6  slots are used once; requests are in exactly one place: waiting or running
 I7  a running request's table covers what was computed, and what the workers were told
 I8  something will wake every running request: it is prefilling, ready to decode, or waits for a plan in flight
 I9  ``computing`` names running requests and pages that they have yet to compute (R8)
-I10 the number of unpinned nodes is what eviction can get
+I10 the tree counts its unpinned pages right
+I11 host pages belong to nodes or to backups under way; what a backup copies keeps its device page pinned
+I12 host residency is closed: a node with a host page has a parent with one
+I13 a load that no plan carries yet pins its node in both tiers
 """
 
 from collections import Counter
 
-from forebay.core.device_cache import DeviceCache
-from forebay.core.pages import Owner
+from forebay.core.page_cache import PageCache
+from forebay.core.pages import Owner, PagePool
 from forebay.core.replica import Replica
 from forebay.core.request import RequestState
+from forebay.core.tree import NONE, TIERS, Tier
 
 
 def check(replica: Replica) -> None:
@@ -33,45 +37,71 @@ def check(replica: Replica) -> None:
     _check_requests(replica)
 
 
-def _check_pages(replica: Replica, cache: DeviceCache) -> None:
-    owners = Counter(cache.pool.owner(page) for page in range(cache.pool.capacity))
-    for owner in Owner:
-        assert owners[owner] == cache.pool.count(owner), f"I1: {owner.name} counts {cache.pool.count(owner)}, is {owners[owner]}"
-    pins: Counter[bytes] = Counter()
+def _check_pages(replica: Replica, cache: PageCache) -> None:
+    for pool in (cache.device, cache.host):
+        owners = Counter(pool.owner(page) for page in range(pool.capacity))
+        for owner in Owner:
+            assert owners[owner] == pool.count(owner), f"I1: {owner.name} counts {pool.count(owner)}, is {owners[owner]}"
+    pins: tuple[Counter[bytes], Counter[bytes]] = (Counter(), Counter())
     request_pages: Counter[int] = Counter()
     fenced_pages: Counter[int] = Counter()
+    host_pages: Counter[int] = Counter()
     for request in replica.running:
-        pins.update(node.hash for node in request.nodes)
+        pins[Tier.DEVICE].update(node.hash for node in request.nodes)
         request_pages.update(request.own_pages)
-    for path, pages in cache.fenced:
-        pins.update(node.hash for node in path)
-        fenced_pages.update(pages)
-    for held, owner in ((request_pages, Owner.REQUEST), (fenced_pages, Owner.FENCED)):
-        for page, count in held.items():
-            assert count == 1 and cache.pool.owner(page) is owner, f"I2: page {page} is held {count} times as {owner.name}"
-        assert len(held) == cache.pool.count(owner), f"I2: {cache.pool.count(owner) - len(held)} {owner.name} pages are leaked"
-    node_pages: set[int] = set()
-    for node in cache.tree:
-        assert node.pins == pins[node.hash], f"I2: a node has {node.pins} pins, {pins[node.hash]} holders"
-        assert cache.pool.owner(node.page) is Owner.NODE, f"I2: node page {node.page} is {cache.pool.owner(node.page).name}"
-        node_pages.add(node.page)
-    assert len(node_pages) == len(cache.tree) == cache.pool.count(Owner.NODE), "I2: node pages are not the tree's"
+    for fenced in cache.fenced:
+        pins[Tier.DEVICE].update(node.hash for node in fenced.path)
+        pins[Tier.HOST].update(node.hash for node in fenced.loaded)
+        fenced_pages.update(fenced.pages)
+    for node in replica.loads:
+        for tier in TIERS:
+            assert node.pages[tier] != NONE, "I13: a load of a node that has not both pages"
+            pins[tier][node.hash] += 1
+    for copies in replica.backups.in_flight.values():
+        for node, page in copies:
+            assert node.saving and node.pages[Tier.HOST] == NONE, "I11: a backup of a node that has a host page"
+            pins[Tier.DEVICE][node.hash] += 1
+            host_pages[page] += 1
+    _check_held(cache.device, Owner.REQUEST, request_pages)
+    _check_held(cache.device, Owner.FENCED, fenced_pages)
+    _check_held(cache.host, Owner.TRANSFER, host_pages)
+    for tier, pool in ((Tier.DEVICE, cache.device), (Tier.HOST, cache.host)):
+        _check_held(pool, Owner.NODE, Counter(node.pages[tier] for node in cache.tree if node.pages[tier] != NONE))
+        for node in cache.tree:
+            wanted = pins[tier][node.hash]
+            assert node.pins[tier] == wanted, f"I2: a node has {node.pins[tier]} {tier.name} pins, {wanted} holders"
 
 
-def _check_tree(cache: DeviceCache) -> None:
-    children: Counter[bytes] = Counter()
+def _check_held(pool: PagePool, owner: Owner, held: Counter[int]) -> None:
+    for page, count in held.items():
+        assert count == 1 and pool.owner(page) is owner, f"I2: page {page} is held {count} times as {owner.name}"
+    assert len(held) == pool.count(owner), f"I2: {pool.count(owner) - len(held)} {owner.name} pages are leaked"
+
+
+def _check_tree(cache: PageCache) -> None:
+    children: tuple[Counter[bytes], Counter[bytes]] = (Counter(), Counter())
+    heirs: Counter[bytes] = Counter()
     for node in cache.tree:
         assert not node.stale and cache.tree.get(node.hash) is node, "I3: stale node in the tree"
-        if node.parent is not None:
-            assert cache.tree.get(node.parent.hash) is node.parent, "I3: a resident node's parent is not resident"
-            assert node.parent.pins >= node.pins, "I3: a child has more pins than its parent"
-            children[node.parent.hash] += 1
+        assert any(page != NONE for page in node.pages), "I3: a stub"
+        parent = node.parent
+        if parent is None:
+            continue
+        assert cache.tree.get(parent.hash) is parent, "I3: a resident node's parent is not resident"
+        heirs[parent.hash] += 1
+        for tier in TIERS:
+            children[tier][parent.hash] += node.pages[tier] != NONE
+        assert node.pages[Tier.HOST] == NONE or parent.pages[Tier.HOST] != NONE, "I12: host page without its parent's"
     for node in cache.tree:
-        assert node.children == children[node.hash], f"I3: {node.children} children counted, {children[node.hash]} there"
-    assert cache.tree.unpinned == sum(not node.pins for node in cache.tree), "I10: unpinned nodes are miscounted"
+        assert node.heirs == heirs[node.hash], f"I3: {node.heirs} children counted, {heirs[node.hash]} there"
+        for tier in TIERS:
+            assert node.children[tier] == children[tier][node.hash], f"I3: children in {tier.name} miscounted"
+    for tier in TIERS:
+        unpinned = sum(node.pages[tier] != NONE and not node.pins[tier] for node in cache.tree)
+        assert cache.tree.unpinned(tier) == unpinned, f"I10: {tier.name} counts {cache.tree.unpinned(tier)}, is {unpinned}"
 
 
-def _check_flight(replica: Replica, cache: DeviceCache) -> None:
+def _check_flight(replica: Replica, cache: PageCache) -> None:
     numbers = [record.number for record in replica.in_flight]
     assert numbers == list(range(cache.retired + 1, replica.built + 1)), f"I5: in flight {numbers}, built {replica.built}"
     assert len(numbers) <= replica.config.pp, "I5: more plans in flight than stages"

@@ -3,7 +3,7 @@
     frontend  -- Submit, Abort, Flush ------------------->  planner
     frontend  <- Outputs, FlushDone, Snapshot ------------  planner
     worker    -- Hello, Loaded, Ready, PlanDone,
-                 Heartbeat, Fault ----------------------->  planner
+                 TransferDone, Heartbeat, Fault --------->  planner
     worker    <- Allocate, Plan, Stop --------------------  planner
 
 One frame is one version byte and one msgpack body, at most ``MAX_FRAME_BYTES`` long. Bodies are tagged arrays, so field
@@ -138,7 +138,8 @@ class GridState(StrEnum):
 
 
 class TierUse(msgspec.Struct, frozen=True, array_like=True):
-    """Pages of one tier. ``cached`` are node-owned (evictable unless pinned); free + cached + private + held = capacity."""
+    """Pages of one tier. ``cached`` are node-owned (evictable unless pinned), ``private`` a request's, ``held`` wait for a plan or a
+    transfer; free + cached + private + held = capacity."""
 
     capacity: int = 0
     free: int = 0
@@ -159,11 +160,13 @@ class Snapshot(_Message, frozen=True):
     running: int
     waiting: int
     device: TierUse
+    host: TierUse = TierUse()
     plans_retired: int = 0
     retractions: int = 0
     worker_restarts: int = 0
     prompt_tokens: int = 0
     cached_device_tokens: int = 0
+    cached_host_tokens: int = 0
     output_tokens: int = 0
     plan_s_buckets: tuple[int, ...] = ()
     plan_s_sum: float = 0.0
@@ -177,12 +180,13 @@ PLAN_SECONDS_BOUNDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 
 
 class Allocate(_Message, frozen=True):
-    """All ranks have loaded: make pools of ``device_pages`` pages (the MIN over ranks) and join the process group at
-    ``rendezvous`` (``host:port`` of rank 0's TCP store)."""
+    """All ranks have loaded: make pools of ``device_pages`` and ``host_pages`` pages (the MIN over ranks) and join the process
+    group at ``rendezvous`` (``host:port`` of rank 0's TCP store)."""
 
     epoch: int
     device_pages: int
     rendezvous: str
+    host_pages: int = 0
 
 
 class Opening(msgspec.Struct, frozen=True, array_like=True):
@@ -225,10 +229,26 @@ class Remap(msgspec.Struct, frozen=True, array_like=True):
     page: int
 
 
+class Copy(msgspec.Struct, frozen=True, array_like=True):
+    """One page between the tiers of each rank: a LOAD writes ``device`` from ``host``, a BACKUP the other way."""
+
+    device: int
+    host: int
+
+
+class Backup(msgspec.Struct, frozen=True, array_like=True):
+    """Pages to copy to host memory, in this order, once the plan's forward pass has run on the rank. Acknowledged by number."""
+
+    transfer: int
+    copies: tuple[Copy, ...]
+
+
 class Plan(_Message, frozen=True):
     """What every rank runs in one pipeline pass. Applied in this order: openings, remaps, pieces.
 
-    ``digest`` is the chain value after this plan (rule R2, `core.digest`).
+    ``digest`` is the chain value after this plan (rule R2, `core.digest`). ``loads`` may begin as soon as the plan is known: the
+    pages they write are named by no plan before. No layer of the plan is read before its loads of that layer are done. ``backup``
+    starts after the rank's forward pass.
     """
 
     epoch: int
@@ -237,6 +257,8 @@ class Plan(_Message, frozen=True):
     remaps: tuple[Remap, ...]
     pieces: tuple[Piece, ...]
     digest: bytes
+    loads: tuple[Copy, ...] = ()
+    backup: Backup | None = None
 
 
 class Stop(_Message, frozen=True):
@@ -258,13 +280,14 @@ class Hello(_Message, frozen=True):
 
 
 class Loaded(_Message, frozen=True):
-    """Weights are in memory; ``device_pages`` is what this rank can afford. ``rendezvous`` is set by rank 0 alone."""
+    """Weights are in memory; ``device_pages`` and ``host_pages`` are what this rank can afford. ``rendezvous``: of rank 0 alone."""
 
     epoch: int
     rank: int
     device_pages: int
     weight_bytes: int
     rendezvous: str = ""
+    host_pages: int = 0
 
 
 class Ready(_Message, frozen=True):
@@ -297,6 +320,15 @@ class PlanDone(_Message, frozen=True):
     forward_s: float = 0.0
 
 
+class TransferDone(_Message, frozen=True):
+    """This rank has finished ``transfer`` and touches none of its pages any more; the first ``pages`` of it succeeded."""
+
+    epoch: int
+    rank: int
+    transfer: int
+    pages: int
+
+
 class Heartbeat(_Message, frozen=True):
     """Sent every second by a thread of its own; ``applied`` is the last plan this rank has begun."""
 
@@ -319,7 +351,7 @@ class Fault(_Message, frozen=True):
 ToPlanner = Submit | Abort | Flush
 ToFrontend = Outputs | FlushDone | Snapshot
 ToWorker = Allocate | Plan | Stop
-FromWorker = Hello | Loaded | Ready | PlanDone | Heartbeat | Fault
+FromWorker = Hello | Loaded | Ready | PlanDone | TransferDone | Heartbeat | Fault
 
 T = TypeVar("T")
 _VERSION = bytes([PROTOCOL_VERSION])

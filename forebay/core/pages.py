@@ -1,13 +1,14 @@
-"""The device pool's pages: who owns each (rule R4), and which are free.
+"""One tier's pages: who owns each (rule R4), and which are free.
 
-                allocate                    to_node
-        FREE ------------> REQUEST ------------------------> NODE
-          ^                 |    \\                            |
-          |                 |     `--fence--> FENCED           |
-          '----release------'----release---------'---release---'
+                allocate                      to_node
+        FREE ------------> REQUEST or TRANSFER --------> NODE
+          ^                    |        \\                  |
+          |                    |         `--fence--> FENCED |
+          '-------release------'----release------'----release
 
-A page has one owner. A page that a plan in flight may still touch is not freed but FENCED until that plan has retired (rule R5).
-Pins on NODE pages are kept by the tree: a node's page is released only when nothing pins the node.
+A page has one owner. A device page that a plan in flight may still touch is not freed but FENCED until that plan has retired (rule
+R5). Pins on NODE pages are kept by the tree: a node's page is released only when nothing pins it. Host pages have no FENCED state:
+only transfers touch them, and they keep their pins until all ranks have acknowledged.
 """
 
 from enum import IntEnum
@@ -18,6 +19,7 @@ class Owner(IntEnum):
     REQUEST = 1
     NODE = 2
     FENCED = 3
+    TRANSFER = 4
 
 
 class PagePool:
@@ -27,7 +29,7 @@ class PagePool:
         self.capacity = capacity
         self._free = list(range(capacity - 1, -1, -1))
         self._owner = bytearray(capacity)
-        self._counts = [capacity, 0, 0, 0]
+        self._counts = [capacity, 0, 0, 0, 0]
 
     @property
     def free(self) -> int:
@@ -39,8 +41,8 @@ class PagePool:
     def owner(self, page: int) -> Owner:
         return Owner(self._owner[page])
 
-    def allocate(self, count: int) -> list[int]:
-        """``count`` free pages, now a request's. The caller has made sure that there are as many."""
+    def allocate(self, count: int, owner: Owner) -> list[int]:
+        """``count`` free pages, now ``owner``'s. The caller has made sure that there are as many."""
         assert count <= len(self._free), f"{count} pages asked for, {len(self._free)} are free"
         if not count:
             return []
@@ -48,11 +50,11 @@ class PagePool:
         del self._free[-count:]
         pages.reverse()
         for page in pages:
-            self._move(page, Owner.FREE, Owner.REQUEST)
+            self._move(page, Owner.FREE, owner)
         return pages
 
-    def to_node(self, page: int) -> None:
-        self._move(page, Owner.REQUEST, Owner.NODE)
+    def to_node(self, page: int, source: Owner) -> None:
+        self._move(page, source, Owner.NODE)
 
     def fence(self, page: int) -> None:
         self._move(page, Owner.REQUEST, Owner.FENCED)

@@ -31,19 +31,26 @@ from forebay.core.messages import (
     PlanDone,
     Snapshot,
     Submit,
+    TierUse,
+    TransferDone,
 )
 from forebay.core.replica import InFlight, PlannerConfig, Replica
 from forebay.core.request import Request, RequestState
 from forebay.core.statistics import Counters, tier_use
+from forebay.core.tree import Tier
 
 
 @dataclass(frozen=True, slots=True)
 class GridReady:
-    """All ranks of ``epoch`` stand, with ``device_pages`` pages each; ``s_per_token``: a prefill token's time, all stages."""
+    """All ranks of ``epoch`` stand, with ``device_pages`` and ``host_pages`` pages each.
+
+    ``s_per_token``: a prefill token's time, all stages together.
+    """
 
     epoch: int
     device_pages: int
     s_per_token: float
+    host_pages: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +65,7 @@ class GridLost:
     hopeless: bool = False
 
 
-Event = Submit | Abort | Flush | PlanDone | Heartbeat | GridReady | GridLost
+Event = Submit | Abort | Flush | PlanDone | TransferDone | Heartbeat | GridReady | GridLost
 
 
 @dataclass(slots=True)
@@ -80,6 +87,11 @@ class PendingFlush:
     flush: Flush
     deadline: float
     freed: int = 0
+
+    @property
+    def tiers(self) -> list[Tier]:
+        names = {"device": Tier.DEVICE, "host": Tier.HOST}
+        return [names[name] for name in self.flush.tiers if name in names]
 
 
 class Planner:
@@ -130,6 +142,10 @@ class Planner:
                 if event.epoch == self.epoch and self.state is GridState.READY:
                     self._heard[event.rank] = now
                     self._plan_done(now, event)
+            case TransferDone():
+                if event.epoch == self.epoch and self.state is GridState.READY:
+                    self._heard[event.rank] = now
+                    self._transfer_done(event)
             case Heartbeat():
                 if event.epoch == self.epoch and self.state is GridState.READY:
                     self._heard[event.rank] = now
@@ -173,10 +189,10 @@ class Planner:
         if total > self.config.max_context:
             return f"prompt and max_tokens are {total} tokens together; the context is {self.config.max_context}"
         cache = self.replica.cache
-        if cache is not None and (pages := self.replica.pages_at_most(request)) > cache.pool.capacity:
+        if cache is not None and (pages := self.replica.pages_at_most(request)) > cache.device.capacity:
             return (
                 f"prompt and max_tokens need {pages} pages of {self.config.page_size} tokens; "
-                f"device memory has {cache.pool.capacity} (see --device-memory)"
+                f"device memory has {cache.device.capacity} (see --device-memory)"
             )
         return ""
 
@@ -210,6 +226,12 @@ class Planner:
             return
         while in_flight and not in_flight[0].waits_for:
             self._retire(now, in_flight.popleft())
+
+    def _transfer_done(self, done: TransferDone) -> None:
+        assert self.replica.cache is not None
+        problem = self.replica.backups.done(self.replica.cache, done)
+        if problem:
+            self._lose_grid(problem)
 
     def _heard_plan(self, rank: int) -> int:
         """The newest plan that ``rank`` has acknowledged."""
@@ -258,7 +280,7 @@ class Planner:
 
     def _grid_ready(self, now: float, ready: GridReady) -> None:
         replica = self.replica
-        replica.start_epoch(ready.device_pages, ready.s_per_token, now)
+        replica.start_epoch(ready.device_pages, ready.host_pages, ready.s_per_token, now)
         self._heard = [now] * self.config.ranks
         self._was_ready = True
         self._set_state(GridState.READY, "")
@@ -317,25 +339,21 @@ class Planner:
         if cache is None:
             self._answer_flushes(())
             return
-        freed = cache.flush()
-        for pending in self._flushes:
-            pending.freed += freed
-        held = cache.pool.capacity - cache.pool.free
-        if not held:
-            self._answer_flushes(())
-        elif now >= min(pending.deadline for pending in self._flushes):
-            busy = f"{len(self.replica.running)} running requests; {held} device pages in use"
-            self._answer_flushes((busy,), now)
-
-    def _answer_flushes(self, busy: tuple[str, ...], due: float | None = None) -> None:
-        """Answer all flushes, or those whose time has come."""
         kept: deque[PendingFlush] = deque()
         for pending in self._flushes:
-            if due is not None and pending.deadline > due:
+            pending.freed += cache.flush(pending.tiers)
+            held = cache.held(pending.tiers)
+            if held and now < pending.deadline:
                 kept.append(pending)
             else:
+                busy = (f"{len(self.replica.running)} running requests; {held} pages in use",) if held else ()
                 self._effects.flushed.append(FlushDone(pending.flush.call, pending.freed, busy))
         self._flushes = kept
+
+    def _answer_flushes(self, busy: tuple[str, ...]) -> None:
+        for pending in self._flushes:
+            self._effects.flushed.append(FlushDone(pending.flush.call, pending.freed, busy))
+        self._flushes.clear()
 
     def snapshot(self) -> Snapshot:
         replica, counters = self.replica, self.counters
@@ -344,12 +362,14 @@ class Planner:
             epoch=self.epoch,
             running=len(replica.running),
             waiting=len(replica.waiting),
-            device=tier_use(replica.cache),
+            device=TierUse() if replica.cache is None else tier_use(replica.cache.device),
+            host=TierUse() if replica.cache is None else tier_use(replica.cache.host),
             plans_retired=counters.plans_retired,
             retractions=replica.retractions,
             worker_restarts=counters.worker_restarts,
             prompt_tokens=counters.prompt_tokens,
             cached_device_tokens=replica.cached_device_tokens,
+            cached_host_tokens=replica.cached_host_tokens,
             output_tokens=counters.output_tokens,
             plan_s_buckets=tuple(counters.plan_s_buckets),
             plan_s_sum=counters.plan_s_sum,

@@ -6,10 +6,12 @@
 from collections import deque
 from dataclasses import dataclass, field
 
-from forebay.core.device_cache import DeviceCache
 from forebay.core.digest import ZERO
 from forebay.core.pace import Pace
+from forebay.core.page_cache import PageCache
 from forebay.core.request import Request, RequestState
+from forebay.core.transfers import BackupQueue, WritePolicy
+from forebay.core.tree import Node, Tier
 from forebay.core.waiting import WaitingQueue
 
 
@@ -19,6 +21,7 @@ class PlannerConfig:
 
     Rule R3: a rank silent for ``silence_s``, or a plan later than ``late_base_s`` + ``late_factor`` x its prediction, ends the
     epoch; after ``max_restarts`` epochs in a row in which no plan retired the grid has failed.
+    ``load_back_threshold``: fewer tokens in host memory are computed again rather than loaded.
     """
 
     pp: int
@@ -31,6 +34,8 @@ class PlannerConfig:
     prefix_first: bool = False
     fingerprint: bytes = b""
     kv_dtype: str = "float32"
+    write_policy: WritePolicy = WritePolicy.WRITE_THROUGH
+    load_back_threshold: int = 10
     silence_s: float = 5.0
     late_base_s: float = 10.0
     late_factor: float = 5.0
@@ -71,19 +76,22 @@ class Replica:
     """Requests, pages and plans of one replica. ``cache`` is None while there is no grid."""
 
     config: PlannerConfig
-    cache: DeviceCache | None = None
+    cache: PageCache | None = None
     requests: dict[str, Request] = field(default_factory=dict)
     waiting: WaitingQueue = field(default_factory=WaitingQueue)
     running: list[Request] = field(default_factory=list)  # in order of admission
     decodes: deque[Request] = field(default_factory=deque)  # their next token may be computed, longest waiting first
     computing: dict[bytes, Request] = field(default_factory=dict)  # full pages that a running request has yet to compute
     in_flight: deque[InFlight] = field(default_factory=deque)
+    loads: list[Node] = field(default_factory=list)  # host pages that the next plan brings to the device
+    backups: BackupQueue = field(default_factory=BackupQueue)
     pace: Pace = field(default_factory=Pace)
     built: int = 0
     digest: bytes = ZERO
     last_retired_at: float = 0.0
     retractions: int = 0
     cached_device_tokens: int = 0
+    cached_host_tokens: int = 0
     _arrivals: int = 0
     _slots: list[int] = field(default_factory=list)
 
@@ -99,8 +107,8 @@ class Replica:
         assert request.params.max_tokens is not None
         return self.pages_for(request.prompt_tokens + request.params.max_tokens - 1)
 
-    def start_epoch(self, device_pages: int, s_per_token: float, now: float) -> None:
-        self.cache = DeviceCache(device_pages, self.built)
+    def start_epoch(self, device_pages: int, host_pages: int, s_per_token: float, now: float) -> None:
+        self.cache = PageCache(device_pages, host_pages, self.built)
         self.digest = ZERO
         self.pace = Pace(s_per_token)
         self.last_retired_at = now
@@ -111,6 +119,8 @@ class Replica:
         self.cache = None
         self.in_flight.clear()
         self.decodes.clear()
+        self.loads.clear()
+        self.backups.clear()
         self.computing.clear()
         running, self.running = self.running, []
         for request in running:
@@ -139,6 +149,16 @@ class Replica:
                 del self.computing[request.hashes[index]]
         self._slots.append(request.slot)
         self.cache.release(request.nodes, request.own_pages, request.last_plan)
+        self._cancel_loads()
+
+    def _cancel_loads(self) -> None:
+        """Loads that no plan carries yet and that nobody waits for any more, deepest first."""
+        cache = self.cache
+        assert cache is not None
+        for node in reversed(tuple(self.loads)):
+            if node.pins[Tier.DEVICE] == 1:
+                cache.cancel_load(node)
+                self.loads.remove(node)
 
     def retract(self, request: Request) -> None:
         """Back to waiting, at its old place. Its full pages stay cached until they are evicted."""

@@ -46,6 +46,7 @@ class Request:
         "eos",
         "hashes",
         "last_plan",
+        "no_store",
         "nodes",
         "order",
         "packed",
@@ -68,6 +69,7 @@ class Request:
         self.request_id = submit.request_id
         self.params = submit.params
         self.eos = submit.eos
+        self.no_store = submit.no_store
         self.packed = bytearray(submit.prompt)
         self.prompt_tokens = len(unpack_tokens(submit.prompt))
         self.root = root

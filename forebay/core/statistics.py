@@ -3,9 +3,8 @@
 import bisect
 from dataclasses import dataclass, field
 
-from forebay.core.device_cache import DeviceCache
 from forebay.core.messages import PLAN_SECONDS_BOUNDS, TierUse
-from forebay.core.pages import Owner
+from forebay.core.pages import Owner, PagePool
 
 
 @dataclass(slots=True)
@@ -23,8 +22,6 @@ class Counters:
         self.plan_s_buckets[bisect.bisect_left(PLAN_SECONDS_BOUNDS, seconds)] += 1
 
 
-def tier_use(cache: DeviceCache | None) -> TierUse:
-    if cache is None:
-        return TierUse()
-    pool = cache.pool
-    return TierUse(pool.capacity, pool.free, pool.count(Owner.NODE), pool.count(Owner.REQUEST), pool.count(Owner.FENCED))
+def tier_use(pool: PagePool) -> TierUse:
+    held = pool.count(Owner.FENCED) + pool.count(Owner.TRANSFER)
+    return TierUse(pool.capacity, pool.free, pool.count(Owner.NODE), pool.count(Owner.REQUEST), held)

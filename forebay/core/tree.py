@@ -1,42 +1,71 @@
-"""The prefix tree: one node per full, immutable page (DESIGN 4.1).
+"""The prefix tree: one node per full, immutable page (DESIGN 4.1), resident in device memory, host memory or both.
 
         root --- h0 --- h1 --- h2          a node's hash covers its whole prefix and namespace (`core.hashing`), so one flat
                     `-- h1'                dictionary is the tree: a match walks hashes until one is missing
 
 There are no multi-page nodes, so a lookup never splits anything and an operation in flight never finds its span re-cut.
-A request pins *every* node of its path, so ``pins`` never rises from a parent to its child and an unpinned node has an unpinned
-subtree: the number of unpinned nodes is the number of pages that eviction can get. Eviction takes unpinned leaves, least recently
-used first by a tick (never a clock), so the resident nodes stay prefix-closed (rule R9).
+Each tier has its own pins. A request pins *every* device page of its path, so device pins never rise from a parent to its child.
+
+What eviction may take (rule R9, least recently used first by a tick, never a clock):
+    device page   unpinned, and the node has a host page too, or no child depends on it: then the node goes with its page
+    host page     unpinned, and no child has a host page: the host-resident nodes under a host-resident parent are a closed set
+A node without a page in either tier is deleted: there are no stubs. The resident nodes stay prefix-closed.
 """
 
 import heapq
 from collections.abc import Iterator, Sequence
+from enum import IntEnum
+
+NONE = -1
+
+
+class Tier(IntEnum):
+    DEVICE = 0
+    HOST = 1
+
+
+TIERS = (Tier.DEVICE, Tier.HOST)
 
 
 class Node:
-    """One resident page. ``page``: its device page. ``tick``: last use. ``stale``: dropped from the tree."""
+    """One resident page. ``pages`` and ``pins`` by tier (page `NONE`: not there). ``tick``: last use.
 
-    __slots__ = ("children", "hash", "page", "parent", "pins", "stale", "tick")
+    ``children`` by tier: how many have a page there; ``heirs``: how many there are. ``stale``: deleted from the tree.
+    ``wanted``: stands in the queue for a host page; ``saving``: a BACKUP of it is under way. ``hits``: matches.
+    """
 
-    def __init__(self, hash: bytes, parent: "Node | None", page: int, tick: int) -> None:
+    __slots__ = ("children", "hash", "heirs", "hits", "pages", "parent", "pins", "saving", "stale", "tick", "wanted")
+
+    def __init__(self, hash: bytes, parent: "Node | None", tick: int) -> None:
         self.hash = hash
         self.parent = parent
-        self.page = page
+        self.pages = [NONE, NONE]
+        self.pins = [0, 0]
+        self.children = [0, 0]
+        self.heirs = 0
         self.tick = tick
-        self.pins = 0
-        self.children = 0
+        self.hits = 0
         self.stale = False
+        self.wanted = False
+        self.saving = False
+
+    @property
+    def page(self) -> int:
+        """The device page, which must be there."""
+        page = self.pages[Tier.DEVICE]
+        assert page != NONE
+        return page
 
 
 class PrefixTree:
-    """Nodes by page hash, with pins and an eviction order."""
+    """Nodes by page hash, with pins and an eviction order for each tier."""
 
     def __init__(self) -> None:
         self._nodes: dict[bytes, Node] = {}
         self._tick = 0
-        self._unpinned = 0
-        # Candidates (tick, serial, node), lazily deleted: one counts only if its node is still an unpinned leaf of that tick.
-        self._leaves: list[tuple[int, int, Node]] = []
+        self._unpinned = [0, 0]
+        # Candidates (tick, serial, node), lazily deleted: one counts only if eviction may still take it at that tick.
+        self._candidates: list[list[tuple[int, int, Node]]] = [[], []]
         self._serial = 0
 
     def __len__(self) -> int:
@@ -45,16 +74,15 @@ class PrefixTree:
     def __iter__(self) -> Iterator[Node]:
         return iter(self._nodes.values())
 
-    @property
-    def unpinned(self) -> int:
-        """Nodes that nothing pins: as many pages can eviction get."""
-        return self._unpinned
+    def unpinned(self, tier: Tier) -> int:
+        """Nodes with an unpinned page in ``tier``: eviction can get no more than that."""
+        return self._unpinned[tier]
 
     def get(self, hash: bytes) -> Node | None:
         return self._nodes.get(hash)
 
     def match(self, hashes: Sequence[bytes]) -> list[Node]:
-        """Nodes of the longest resident prefix of ``hashes``, in order."""
+        """Nodes of the longest resident prefix of ``hashes``, in order, in whatever tier."""
         get = self._nodes.get
         path = []
         for hash in hashes:
@@ -64,62 +92,106 @@ class PrefixTree:
             path.append(node)
         return path
 
-    def insert(self, hash: bytes, parent: Node | None, page: int) -> Node:
-        """A new node, pinned once by its caller. ``parent`` is resident and pinned (None: the first page)."""
+    def insert(self, hash: bytes, parent: Node | None, tier: Tier, page: int) -> Node:
+        """A new node with a page in ``tier``, pinned there once by its caller. ``parent`` is resident (None: the first page)."""
         assert hash not in self._nodes
-        assert parent is None or (parent.pins and not parent.stale)
-        node = Node(hash, parent, page, self._tick)
-        node.pins = 1
+        assert parent is None or not parent.stale
+        node = Node(hash, parent, self._tick)
         self._nodes[hash] = node
         if parent is not None:
-            parent.children += 1
+            parent.heirs += 1
+        self.place(node, tier, page)
         return node
 
-    def pin(self, node: Node) -> None:
-        assert not node.stale
-        if not node.pins:
-            self._unpinned -= 1
-        node.pins += 1
+    def place(self, node: Node, tier: Tier, page: int) -> None:
+        """The node has a page in ``tier`` too, pinned there once by the caller."""
+        assert not node.stale and node.pages[tier] == NONE
+        node.pages[tier] = page
+        node.pins[tier] = 1
+        if node.parent is not None:
+            node.parent.children[tier] += 1
 
-    def unpin(self, path: Sequence[Node]) -> None:
+    def displace(self, node: Node, tier: Tier) -> int:
+        """Take back a page that only its caller pins; the node stays through its other tier. Returns the page."""
+        assert node.pins[tier] == 1 and node.pages[1 - tier] != NONE
+        node.pins[tier] = 0
+        self._unpinned[tier] += 1
+        return self._take(node, tier)
+
+    def pin(self, node: Node, tier: Tier = Tier.DEVICE) -> None:
+        assert not node.stale and node.pages[tier] != NONE
+        if not node.pins[tier]:
+            self._unpinned[tier] -= 1
+        node.pins[tier] += 1
+
+    def unpin(self, path: Sequence[Node], tier: Tier = Tier.DEVICE) -> None:
         """Release one pin of each node of a path (or of any part of one); they all count as used now."""
         self._tick += 1
         for node in path:
-            assert node.pins > 0
+            assert node.pins[tier] > 0
             node.tick = self._tick
-            node.pins -= 1
-            if not node.pins:
-                self._unpinned += 1
-                if not node.children:
-                    self._offer(node)
+            node.pins[tier] -= 1
+            if not node.pins[tier]:
+                self._unpinned[tier] += 1
+            for each in TIERS:
+                self._offer(node, each)
 
-    def evict(self) -> int | None:
-        """Drop the least recently used unpinned leaf and return its page; None if there is none."""
-        while self._leaves:
-            tick, _, node = heapq.heappop(self._leaves)
-            if not node.stale and node.tick == tick and not node.pins and not node.children:
-                self._drop(node)
-                return node.page
+    def oldest(self, tier: Tier) -> Node | None:
+        """What eviction would take next."""
+        heap = self._candidates[tier]
+        while heap:
+            tick, _, node = heap[0]
+            if node.tick == tick and _evictable(node, tier):
+                return node
+            heapq.heappop(heap)
         return None
 
-    def _drop(self, node: Node) -> None:
-        del self._nodes[node.hash]
-        node.stale = True
-        self._unpinned -= 1
+    def evict(self, tier: Tier) -> int | None:
+        """Take the page of the least recently used candidate; None if there is none."""
+        node = self.oldest(tier)
+        return None if node is None else self._take(node, tier)
+
+    def reconsider(self, node: Node) -> None:
+        """Something other than a pin changed for this node; it may be evictable now."""
+        for tier in TIERS:
+            self._offer(node, tier)
+
+    def _take(self, node: Node, tier: Tier) -> int:
+        page = node.pages[tier]
+        node.pages[tier] = NONE
+        self._unpinned[tier] -= 1
         parent = node.parent
         if parent is not None:
-            parent.children -= 1
-            if not parent.children and not parent.pins:
-                self._offer(parent)
+            parent.children[tier] -= 1
+        if node.pages[1 - tier] == NONE:
+            del self._nodes[node.hash]
+            node.stale = True
+            if parent is not None:
+                parent.heirs -= 1
+        if parent is not None:
+            self.reconsider(parent)
+        return page
 
-    def _offer(self, node: Node) -> None:
+    def _offer(self, node: Node, tier: Tier) -> None:
+        if not _evictable(node, tier):
+            return
+        heap = self._candidates[tier]
         self._serial += 1
-        heapq.heappush(self._leaves, (node.tick, self._serial, node))
-        if len(self._leaves) > 2 * len(self._nodes) + 64:
-            self._leaves = [entry for entry in self._leaves if _is_candidate(entry)]
-            heapq.heapify(self._leaves)
+        heapq.heappush(heap, (node.tick, self._serial, node))
+        if len(heap) > 4 * len(self._nodes) + 64:
+            seen: set[int] = set()
+            fresh = []
+            for entry in heap:
+                if entry[2].tick == entry[0] and _evictable(entry[2], tier) and id(entry[2]) not in seen:
+                    seen.add(id(entry[2]))
+                    fresh.append(entry)
+            heapq.heapify(fresh)
+            self._candidates[tier] = fresh
 
 
-def _is_candidate(entry: tuple[int, int, Node]) -> bool:
-    tick, _, node = entry
-    return not node.stale and node.tick == tick and not node.pins and not node.children
+def _evictable(node: Node, tier: Tier) -> bool:
+    if node.pages[tier] == NONE or node.pins[tier] or node.stale:
+        return False
+    if tier is Tier.DEVICE:
+        return node.pages[Tier.HOST] != NONE or not node.heirs
+    return not node.children[Tier.HOST] and (node.pages[Tier.DEVICE] != NONE or not node.heirs)

@@ -13,7 +13,9 @@ from forebay.frontend.responses import json_body
 from forebay.frontend.service import Service
 
 MAX_FLUSH_TIMEOUT_S = 600.0
-_LATER_TIERS = ("host", "store")
+_TIERS = ("device", "host")
+_TIERS_TEXT = "device, host"
+_LATER_TIERS = ("store",)
 
 
 async def health(service: Service, _: Request) -> Response:
@@ -60,8 +62,10 @@ async def metrics(service: Service, _: Request) -> Response:
 async def cache(service: Service, _: Request) -> Response:
     """Capacity and use in pages, hits in tokens, by tier. Raises ``EngineDown`` before there is a cache."""
     snapshot = service.require_ready()
-    hits = {"prompt_tokens": snapshot.prompt_tokens, "cached_tokens": {"device": snapshot.cached_device_tokens}}
-    return _json({"page_size": service.settings.page_size, "tiers": {"device": _use(snapshot.device)}, "hits": hits})
+    cached = {"device": snapshot.cached_device_tokens, "host": snapshot.cached_host_tokens}
+    hits = {"prompt_tokens": snapshot.prompt_tokens, "cached_tokens": cached}
+    tiers = {"device": _use(snapshot.device), "host": _use(snapshot.host)}
+    return _json({"page_size": service.settings.page_size, "tiers": tiers, "hits": hits})
 
 
 async def flush(service: Service, request: Request) -> Response:
@@ -70,9 +74,9 @@ async def flush(service: Service, request: Request) -> Response:
     asked = decode_body(body or b"{}", FlushRequest)
     for tier in asked.tiers:
         if tier in _LATER_TIERS:
-            raise ApiError(400, f"the tier {tier!r} is not available yet; allowed: device", "tiers", "invalid_value")
-        if tier != "device":
-            raise ApiError(400, f"there is no tier {tier!r}; allowed: device", "tiers", "invalid_value")
+            raise ApiError(400, f"the tier {tier!r} is not available yet; allowed: {_TIERS_TEXT}", "tiers", "invalid_value")
+        if tier not in _TIERS:
+            raise ApiError(400, f"there is no tier {tier!r}; allowed: {_TIERS_TEXT}", "tiers", "invalid_value")
     if not asked.tiers:
         raise ApiError(400, "tiers is empty; allowed: device", "tiers", "invalid_value")
     if not 0 <= asked.timeout_s <= MAX_FLUSH_TIMEOUT_S:

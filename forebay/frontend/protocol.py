@@ -156,7 +156,7 @@ class DetokenizeRequest(_Strict, kw_only=True):
 
 
 class FlushRequest(_Strict, kw_only=True):
-    tiers: list[str] = msgspec.field(default_factory=lambda: ["device"])
+    tiers: list[str] = msgspec.field(default_factory=lambda: ["device", "host"])
     timeout_s: float = 30.0
 
 

@@ -3,7 +3,7 @@ planner's Snapshots when somebody asks.
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
@@ -77,7 +77,7 @@ class _SnapshotCollector(Collector):
         restarts = CounterMetricFamily("forebay_worker_restarts", "Grids started anew after the loss of a rank")
         restarts.add_metric([], snapshot.worker_restarts)
         yield restarts
-        yield _pages(snapshot.device)
+        yield _pages({"device": snapshot.device, "host": snapshot.host})
         if snapshot.plan_s_buckets:
             yield _plan_seconds(snapshot)
 
@@ -88,10 +88,11 @@ def _gauge(name: str, text: str, value: float) -> Metric:
     return gauge
 
 
-def _pages(device: TierUse) -> Metric:
+def _pages(tiers: Mapping[str, TierUse]) -> Metric:
     pages = GaugeMetricFamily("forebay_pages", "Pages of each rank, by tier and state", labels=("tier", "state"))
-    for state in _PAGE_STATES:
-        pages.add_metric(["device", state], getattr(device, state))
+    for tier, use in tiers.items():
+        for state in _PAGE_STATES:
+            pages.add_metric([tier, state], getattr(use, state))
     return pages
 
 

@@ -26,7 +26,7 @@ _PR_SET_PDEATHSIG = 1
 
 class PlannerBoot(msgspec.Struct, frozen=True):
     """What was resolved before the start: ``fingerprint`` of the model (DESIGN 4.1), ``dtype``, ``max_context`` in tokens,
-    ``threads`` and ``device_memory`` (bytes; 0 = what the device has left) of each rank."""
+    ``threads``, ``device_memory`` and ``host_memory`` of each rank (bytes; 0 device memory = what the device has left)."""
 
     model_path: str
     fingerprint: bytes
@@ -34,6 +34,7 @@ class PlannerBoot(msgspec.Struct, frozen=True):
     max_context: int
     threads: int
     device_memory: int
+    host_memory: int
     settings: Settings
     frontend_endpoint: str
     frontend_identity: bytes
@@ -43,8 +44,8 @@ class PlannerBoot(msgspec.Struct, frozen=True):
 class WorkerBoot(msgspec.Struct, frozen=True):
     """One rank's world. ``rank`` = stage * tp + tp_rank.
 
-    ``device_memory``: bytes for this rank's KV pages (0: what the device has left once the weights are loaded).
-    ``max_plan_tokens``: no plan has more tokens. Plans come and acks go over
+    ``device_memory``: bytes for this rank's KV pages (0: what the device has left once the weights are loaded); ``host_memory``
+    likewise for its host pages.     ``max_plan_tokens``: no plan has more tokens. Plans come and acks go over
     ``plan_endpoint`` with ``plan_identity``; heartbeats go over ``io_endpoint`` with ``io_identity``, from a thread of their own.
     ``flight_dir``: where a flight record goes on a fault; ``timeline_dir``: where the ring goes at the end, if anywhere.
     """
@@ -67,6 +68,7 @@ class WorkerBoot(msgspec.Struct, frozen=True):
     io_endpoint: str
     io_identity: bytes
     parent_pid: int
+    host_memory: int = 0
     flight_dir: str | None = None
     timeline_dir: str | None = None
 

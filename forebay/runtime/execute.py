@@ -17,6 +17,7 @@ from forebay.models.batch import SequenceWork, StageBatch, build_batch
 from forebay.models.kv import KVPool
 from forebay.models.llama import Stage
 from forebay.observe.events import SpanKind, SpanRing
+from forebay.runtime.copy_engine import CopyEngine
 from forebay.runtime.mirror import Limits, Mirror, Step
 from forebay.runtime.sampler import Sampler
 from forebay.runtime.stage_link import Activation, StageReceiver, StageSender
@@ -42,6 +43,7 @@ class Executor:
         limits: Limits,
         ring: SpanRing,
         device: torch.device,
+        copier: CopyEngine,
         receiver: StageReceiver | None,
         sender: StageSender | None,
         sampler: Sampler | None,
@@ -52,6 +54,7 @@ class Executor:
         self._pool = pool
         self._ring = ring
         self._device = device
+        self._copier = copier
         self._receiver = receiver
         self._sender = sender
         self._sampler = sampler
@@ -64,19 +67,22 @@ class Executor:
         ``RuntimeError`` if the device fails.
         """
         began = time.monotonic_ns()
+        gate = self._copier.load(plan)
         steps = self._mirror.apply(plan)
         batch = self._batch(steps)
         self._ring.record(SpanKind.PLAN, began, plan.number, len(steps))
         activation = Activation(plan.epoch, plan.number, batch.rows, plan.digest)
         inputs = self._inputs(steps, activation)
         began = time.monotonic_ns()
-        output = self._stage.forward(inputs, batch, self._pool)
+        output = self._stage.forward(inputs, batch, self._pool, None if gate is None else gate.wait)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         ended = time.monotonic_ns()
         self._ring.record(SpanKind.FORWARD, began, plan.number, batch.rows, end_ns=ended)
         if self._sender is not None:
             self._sender.send(activation, output)
+        if plan.backup is not None:
+            self._copier.back_up(plan.backup)
         return Outcome(self._sample(plan, steps, output), (ended - began) * NS)
 
     def settle(self) -> None:
@@ -93,8 +99,7 @@ class Executor:
 
     def _batch(self, steps: list[Step]) -> StageBatch:
         work = [
-            SequenceWork(len(step.tokens), step.start, self._mirror.table(step.slot), step.write_from, step.sample)
-            for step in steps
+            SequenceWork(len(step.tokens), step.start, self._mirror.table(step.slot), step.write_from, step.sample) for step in steps
         ]
         return build_batch(work, self._pool.page_size, self._device)
 

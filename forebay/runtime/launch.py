@@ -19,8 +19,10 @@ from forebay.models.shard import check_tp, split_layers
 from forebay.runtime.boot import PlannerBoot, frame_boot, new_endpoint, new_identity
 from forebay.settings import Device, DType, Settings, format_size
 
-# Of the memory that is free at the start, for all KV pages of this machine; weights and everything else share the rest.
-KV_SHARE = 0.3
+# Of the memory that is free at the start, for the device pages of all ranks of this machine when the device is the CPU. Host pages
+# take twice as much; weights and everything else share the rest.
+KV_SHARE = 0.15
+HOST_FACTOR = 2
 
 
 class StartError(Exception):
@@ -73,13 +75,15 @@ def _boot(model: ResolvedModel, settings: Settings) -> PlannerBoot:
     except ModelError as error:
         raise StartError(str(error)) from error
     ranks = settings.pp * settings.tp
+    device_memory = settings.device_memory or derive_device_memory(settings.device, ranks)
     return PlannerBoot(
         model_path=str(model.path),
         fingerprint=identity,
         dtype=config.dtype if settings.dtype is DType.AUTO else settings.dtype.value,
         max_context=_max_context(config, settings),
         threads=settings.threads_per_rank or max(len(os.sched_getaffinity(0)) // ranks, 1),
-        device_memory=settings.device_memory or derive_device_memory(settings.device, ranks),
+        device_memory=device_memory,
+        host_memory=settings.host_memory or derive_host_memory(device_memory, ranks),
         settings=settings,
         frontend_endpoint=new_endpoint("frontend"),
         frontend_identity=new_identity(),
@@ -103,4 +107,12 @@ def derive_device_memory(device: Device, ranks: int) -> int:
         return 0
     each = int(psutil.virtual_memory().available * KV_SHARE) // ranks
     print(f"forebay: --device-memory is not given; {format_size(each)} for each of {ranks} ranks", file=sys.stderr)
+    return each
+
+
+def derive_host_memory(device_memory: int, ranks: int) -> int:
+    """Bytes of host pages for each of ``ranks``: twice the device's, or on a GPU whose memory is not known yet twice the share that
+    a CPU would get."""
+    each = HOST_FACTOR * (device_memory or int(psutil.virtual_memory().available * KV_SHARE) // ranks)
+    print(f"forebay: --host-memory is not given; {format_size(each)} for each of {ranks} ranks", file=sys.stderr)
     return each

@@ -200,6 +200,7 @@ def planner_config(boot: PlannerBoot) -> PlannerConfig:
         prefix_first=settings.schedule is Schedule.PREFIX,
         fingerprint=boot.fingerprint,
         kv_dtype=boot.dtype,
+        write_policy=settings.write_policy,
     )
 
 
@@ -217,6 +218,7 @@ def worker_template(boot: PlannerBoot, config: PlannerConfig) -> WorkerBoot:
         threads=boot.threads,
         page_size=settings.page_size,
         device_memory=boot.device_memory,
+        host_memory=boot.host_memory,
         max_plan_tokens=config.max_plan_tokens,
         max_running=settings.max_running,
         max_context=boot.max_context,

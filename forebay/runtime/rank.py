@@ -4,11 +4,13 @@ load --> LoadedRank -- allocate(pages, rendezvous) --> ReadyRank -- executor.run
 """
 
 import errno
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from forebay.core.messages import Allocate
 from forebay.models.config import ModelConfig, load_config
 from forebay.models.errors import ModelError
 from forebay.models.kv import KVPool, kv_page_bytes
@@ -16,8 +18,10 @@ from forebay.models.llama import Stage, load_stage
 from forebay.models.shard import Shard, shards
 from forebay.observe.events import SpanRing
 from forebay.runtime.boot import WorkerBoot
+from forebay.runtime.copy_engine import CopyEngine
 from forebay.runtime.execute import Executor
 from forebay.runtime.grid import Grid, Place, Rendezvous, device_of, join
+from forebay.runtime.host_pool import HostPool
 from forebay.runtime.mirror import Limits
 from forebay.runtime.sampler import Sampler
 from forebay.runtime.warmup import warm_up
@@ -36,6 +40,7 @@ class ReadyRank:
     """``s_per_token``: measured cost of this rank's layers in prefill."""
 
     executor: Executor
+    copier: CopyEngine
     grid: Grid
     s_per_token: float
 
@@ -79,13 +84,20 @@ class LoadedRank:
         free, _ = torch.cuda.mem_get_info(self.device)
         return int(free * _KV_SHARE) // -(-self.place.world // torch.cuda.device_count())
 
-    def allocate(self, pages: int, address: str, ring: SpanRing) -> ReadyRank:
-        """Make the pool, meet the other ranks at ``address``, and run a few passes that leave no trace.
+    def host_pages(self) -> int:
+        """Pages of host memory, maybe none."""
+        return self.boot.host_memory // self.page_bytes
 
-        All ranks must call it: it waits for them. Raises ``MemoryShortage``, or ``RuntimeError`` if the grid does not come about.
+    def allocate(self, order: Allocate, ring: SpanRing, saved: Callable[[int, int], None]) -> ReadyRank:
+        """Make the pools, meet the other ranks, and run a few passes that leave no trace.
+
+        ``saved``: called with (transfer, pages) when a backup is done, on the thread that did it. All ranks must call this: it waits
+        for them. Raises ``MemoryShortage``, or ``RuntimeError`` if the grid does not come about.
         """
+        pages = order.device_pages
         pool = self._pool(pages)
-        grid = join(self.place, self.device, self.rendezvous, address)
+        copier = CopyEngine(pool, HostPool(pool, order.host_pages), ring, saved)
+        grid = join(self.place, self.device, self.rendezvous, order.rendezvous)
         # The group exists only now; the stage was loaded without.
         self.stage._tp_group = grid.tp_group
         executor = Executor(
@@ -94,11 +106,12 @@ class LoadedRank:
             self._limits(pages),
             ring,
             self.device,
+            copier,
             grid.receiver(self.config.hidden_size, self.stage.dtype),
             grid.sender(),
             Sampler(self.config.vocab_size, self.device) if self.place.samples else None,
         )
-        return ReadyRank(executor, grid, warm_up(executor, self.boot.epoch))
+        return ReadyRank(executor, copier, grid, warm_up(executor, self.boot.epoch))
 
     def _limits(self, pages: int) -> Limits:
         boot = self.boot

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import zmq
 
-from forebay.core.messages import Allocate, Fault, FromWorker, Heartbeat, Hello, Loaded, PlanDone, Ready, Stop, encode
+from forebay.core.messages import Allocate, Fault, FromWorker, Heartbeat, Hello, Loaded, PlanDone, Ready, Stop, TransferDone, encode
 from forebay.core.planner import Event, GridLost, GridReady
 from forebay.runtime.boot import PlannerBoot, WorkerBoot, new_identity
 from forebay.runtime.spawn import spawn_worker
@@ -81,7 +81,7 @@ class Ranks:
             case Ready():
                 member.ready = message
                 return self._all_ready()
-            case PlanDone() | Heartbeat():
+            case PlanDone() | TransferDone() | Heartbeat():
                 return message if self._started else None
             case Fault():
                 return self._fault(f"rank {rank}: {message.text}")
@@ -130,7 +130,7 @@ class Ranks:
         affordable = min(message.device_pages for message in loaded if message is not None)
         rendezvous = next(message.rendezvous for message in loaded if message is not None)
         try:
-            self.send(encode(Allocate(self.epoch, min(affordable, self._max_pages), rendezvous)), plans)
+            self.send(encode(Allocate(self.epoch, min(affordable, self._max_pages), rendezvous, self._host_pages())), plans)
         except zmq.ZMQError as error:
             return GridLost(self.epoch, f"a rank left while the grid started: {error}")
         return None
@@ -142,7 +142,10 @@ class Ranks:
         self._started = True
         pages = min(rank.loaded.device_pages for rank in self._ranks if rank.loaded is not None)
         seconds = sum(message.s_per_token for message in ready if message is not None)
-        return GridReady(self.epoch, min(pages, self._max_pages), seconds)
+        return GridReady(self.epoch, min(pages, self._max_pages), seconds, self._host_pages())
+
+    def _host_pages(self) -> int:
+        return min(rank.loaded.host_pages for rank in self._ranks if rank.loaded is not None)
 
     def _fault(self, said: str) -> GridLost:
         """A rank that was killed explains what its neighbours complain of; alone, a complaint of the start would only come again."""
@@ -153,9 +156,7 @@ class Ranks:
         return GridLost(self.epoch, said, hopeless=not self._started)
 
 
-def _for_rank(
-    worker: WorkerBoot, rank: int, epoch: int, endpoints: Endpoints, plan_identity: bytes, io_identity: bytes
-) -> WorkerBoot:
+def _for_rank(worker: WorkerBoot, rank: int, epoch: int, endpoints: Endpoints, plan_identity: bytes, io_identity: bytes) -> WorkerBoot:
     return WorkerBoot(
         epoch=epoch,
         rank=rank,
@@ -167,6 +168,7 @@ def _for_rank(
         threads=worker.threads,
         page_size=worker.page_size,
         device_memory=worker.device_memory,
+        host_memory=worker.host_memory,
         max_plan_tokens=worker.max_plan_tokens,
         max_running=worker.max_running,
         max_context=worker.max_context,

@@ -26,6 +26,7 @@ from forebay.core.messages import (
     PlanDone,
     Ready,
     Stop,
+    TransferDone,
     decode_to_worker,
     encode,
 )
@@ -71,16 +72,17 @@ class Worker:
         self._send(Hello(boot.epoch, boot.rank, os.getpid()))
         loaded = load(boot)
         address = loaded.rendezvous.address if loaded.rendezvous is not None else ""
-        self._send(Loaded(boot.epoch, boot.rank, loaded.affordable_pages(), loaded.weight_bytes, address))
+        self._send(Loaded(boot.epoch, boot.rank, loaded.affordable_pages(), loaded.weight_bytes, address, loaded.host_pages()))
         message = self._receive()
         if isinstance(message, Stop):
             return message.reason
         if not isinstance(message, Allocate):
             raise PlanError(f"{type(message).__name__} came before Allocate")
-        ready = loaded.allocate(message.device_pages, message.rendezvous, self._ring)
+        ready = loaded.allocate(message, self._ring, self._saved)
         self._send(Ready(boot.epoch, boot.rank, ready.s_per_token))
         reason = self._run_plans(ready.executor)
         ready.executor.settle()
+        ready.copier.stop()
         ready.grid.leave()
         return reason
 
@@ -93,6 +95,10 @@ class Worker:
             outcome = executor.run(message)
             self._send(PlanDone(boot.epoch, boot.rank, message.number, outcome.samples, outcome.forward_s))
         return message.reason
+
+    def _saved(self, transfer: int, pages: int) -> None:
+        """On the backup thread: sockets are not its own, so the I/O thread says it."""
+        self._io.send(TransferDone(self._boot.epoch, self._boot.rank, transfer, pages))
 
     def _receive(self) -> Allocate | Plan | Stop:
         """The next message of this epoch; others are dropped (rule R1)."""

@@ -8,10 +8,12 @@ import contextlib
 import os
 import sys
 import threading
+import time
+from queue import SimpleQueue
 
 import zmq
 
-from forebay.core.messages import Heartbeat, encode
+from forebay.core.messages import FromWorker, Heartbeat, encode
 
 HEARTBEAT_S = 1.0
 # Time for the compute loop to read a Stop that the planner sent just before it closed its sockets.
@@ -32,6 +34,7 @@ class WorkerIo(threading.Thread):
         self._rank = rank
         self._wake = os.eventfd(0)
         self._ended = threading.Event()
+        self._outgoing: SimpleQueue[FromWorker] = SimpleQueue()
         self.applied = -1
         """The last plan that the compute loop has begun."""
 
@@ -41,10 +44,17 @@ class WorkerIo(threading.Thread):
         poller = zmq.Poller()
         poller.register(monitor, zmq.POLLIN)
         poller.register(self._wake, zmq.POLLIN)
+        beat_due = 0.0
         try:
             while not self._ended.is_set():
-                self._beat(socket)
-                if monitor in dict(poller.poll(int(HEARTBEAT_S * 1000))):
+                if time.monotonic() >= beat_due:
+                    self._beat(socket)
+                    beat_due = time.monotonic() + HEARTBEAT_S
+                found = dict(poller.poll(max(int((beat_due - time.monotonic()) * 1000), 0)))
+                if self._wake in found:
+                    os.eventfd_read(self._wake)
+                    self._send_all(socket)
+                if monitor in found:
                     self._end_as_orphan()
         finally:
             socket.disable_monitor()
@@ -52,11 +62,20 @@ class WorkerIo(threading.Thread):
             socket.close(linger=0)
             os.close(self._wake)
 
+    def send(self, message: FromWorker) -> None:
+        """Say it from this thread's channel; callable from any thread, in order."""
+        self._outgoing.put(message)
+        os.eventfd_write(self._wake, 1)
+
     def stop(self) -> None:
         """End the thread and wait for it."""
         self._ended.set()
         os.eventfd_write(self._wake, 1)
         self.join()
+
+    def _send_all(self, socket: zmq.Socket[bytes]) -> None:
+        while not self._outgoing.empty():
+            socket.send(encode(self._outgoing.get()))
 
     def _beat(self, socket: zmq.Socket[bytes]) -> None:
         # A full queue means that the planner reads nothing: one heartbeat more would not tell it anything.

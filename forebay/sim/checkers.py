@@ -26,6 +26,9 @@ class FenceChecker:
         for opening in plan.openings:
             self._tables[opening.slot] = []
             self._owner[opening.slot] = opening.request_id
+        for copy in plan.loads:
+            for pages in in_flight:
+                assert copy.device not in pages, f"R5: plan {plan.number} loads into page {copy.device}, which is still in use"
         for remap in plan.remaps:
             self._tables[remap.slot][remap.index] = remap.page
         for piece in plan.pieces:

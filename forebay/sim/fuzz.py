@@ -24,14 +24,26 @@ class Campaign:
 
     def add(self, report: Report) -> None:
         self.histories += 1
-        for name in ("steps", "plans", "messages", "retractions", "restarts", "cached_tokens", "remaps", "flushes"):
+        for name in (
+            "steps",
+            "plans",
+            "messages",
+            "retractions",
+            "restarts",
+            "cached_tokens",
+            "loaded_tokens",
+            "remaps",
+            "flushes",
+            "loads",
+            "backups",
+        ):
             self.totals[name] += getattr(report, name)
         self.totals.update({f"finish {reason}": count for reason, count in report.finishes.items()})
 
     @property
     def never(self) -> list[str]:
         """What a campaign of this kind must meet and did not."""
-        wanted = ("retractions", "restarts", "cached_tokens", "remaps", "flushes")
+        wanted = ("retractions", "restarts", "cached_tokens", "loaded_tokens", "remaps", "flushes", "loads", "backups")
         reasons = ("stop", "length", "abort", "rejected_full", "rejected_too_long")
         return [name for name in (*wanted, *(f"finish {reason}" for reason in reasons)) if not self.totals[name]]
 

@@ -2,7 +2,7 @@
 
     plan ──> inbox of every rank (in order)          a rank runs plan n once it has run n-1 and, past the first stage,
     stage 0 ──activation──> stage 1 ──> ...          the stage before has handed over plan n's hidden states
-    rank ──PlanDone──> planner (in order per rank)
+    rank ──PlanDone, TransferDone──> planner (in order per rank and channel)
 
 A rank applies plans to its own mirror and checks the digest from it (rule R2). Every read of a position compares what the page holds
 with what the token prefix demands, so a wrong, stale or unfinished page is caught at that read.
@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from forebay.core.digest import ZERO, PlanDigest
-from forebay.core.messages import Piece, Plan, PlanDone, Sample, TokenLogprobs, unpack_tokens
+from forebay.core.messages import Backup, Copy, Piece, Plan, PlanDone, Sample, TokenLogprobs, TransferDone, unpack_tokens
 from forebay.sim import model
 from forebay.sim.heap import Channel, EventHeap
 
@@ -24,12 +24,14 @@ class ContentError(AssertionError):
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Seconds: a plan's forward time on a rank lies between ``forward_low`` and ``forward_high``, a message's delay likewise."""
+    """Seconds: a plan's forward time on a rank lies between ``forward_low`` and ``forward_high``; a message's delay likewise, and
+    that of the copy of a page. ``backup_failures``: share of backups that fail somewhere."""
 
     forward_low: float
     forward_high: float
     delay_low: float
     delay_high: float
+    backup_failures: float = 0.0
 
 
 @dataclass
@@ -61,7 +63,7 @@ class Truth:
 class FakeRank:
     """One rank's pages and mirror."""
 
-    def __init__(self, rank: int, page_size: int, pages: int, truth: Truth) -> None:
+    def __init__(self, rank: int, page_size: int, pages: int, host_pages: int, truth: Truth) -> None:
         self.rank = rank
         self.inbox: list[Plan] = []
         self.handed: set[int] = set()  # plans whose activations have arrived
@@ -69,6 +71,8 @@ class FakeRank:
         self.paused = False
         self._page_size = page_size
         self._pages: list[list[int | None]] = [[None] * page_size for _ in range(pages)]
+        self._host: list[list[int | None]] = [[None] * page_size for _ in range(host_pages)]
+        self.loading: set[int] = set()  # plans whose loads are not done
         self._slots: dict[int, _Slot] = {}
         self._digest = ZERO
         self._truth = truth
@@ -94,6 +98,12 @@ class FakeRank:
                 token = self._truth.token_after(slot.request_id, slot.length - 1)
                 samples.append(Sample(piece.slot, token, TokenLogprobs(-1.0)))
         return tuple(samples)
+
+    def load(self, copy: Copy) -> None:
+        self._pages[copy.device] = list(self._host[copy.host])
+
+    def save(self, copy: Copy) -> None:
+        self._host[copy.host] = list(self._pages[copy.device])
 
     def _write(self, piece: Piece) -> None:
         slot = self._slots[piece.slot]
@@ -133,19 +143,21 @@ class FakeGrid:
         randomness: random.Random,
         timing: Timing,
         shape: tuple[int, int],
-        pages: tuple[int, int],
+        pages: tuple[int, int, int],
         epoch: int,
         truth: Truth,
-        tell: Callable[[PlanDone], None],
+        tell: Callable[[PlanDone | TransferDone], None],
     ) -> None:
-        """``shape``: (pp, tp). ``pages``: (count, tokens of one)."""
+        """``shape``: (pp, tp). ``pages``: (device pages, host pages, tokens of one)."""
         self.epoch = epoch
         self._pp, self._tp = shape
         self._heap, self._random, self._timing, self._tell = heap, randomness, timing, tell
         count = self._pp * self._tp
-        self.ranks = [FakeRank(rank, pages[1], pages[0], truth) for rank in range(count)]
+        self.ranks = [FakeRank(rank, pages[2], pages[0], pages[1], truth) for rank in range(count)]
         self._plans = [Channel(heap) for _ in range(count)]
         self._acks = [Channel(heap) for _ in range(count)]
+        self._copy_acks = [Channel(heap) for _ in range(count)]
+        self._copy_engines = [Channel(heap) for _ in range(count)]
         self.dead = False
 
     def send(self, plan: Plan) -> None:
@@ -164,11 +176,36 @@ class FakeGrid:
         return self._random.uniform(self._timing.delay_low, self._timing.delay_high)
 
     def _receive(self, rank: FakeRank, plan: Plan) -> None:
+        """Loads may run at once, while earlier plans still compute."""
         rank.inbox.append(plan)
+        if plan.loads:
+            rank.loading.add(plan.number)
+            for copy in plan.loads:
+                self._heap.after(self._delay(), lambda copy=copy: rank.load(copy))  # type: ignore[misc]
+            self._heap.after(self._timing.delay_high, lambda: self._loaded(rank, plan.number))
         self._try_run(rank)
 
+    def _loaded(self, rank: FakeRank, number: int) -> None:
+        rank.loading.discard(number)
+        self._try_run(rank)
+
+    def _back_up(self, rank: FakeRank, backup: Backup) -> None:
+        """One page after another on the rank's copy engine, then the acknowledgement; some pages may fail, with all behind them."""
+        saved = len(backup.copies)
+        if self._random.random() < self._timing.backup_failures:
+            saved = self._random.randrange(saved)
+        engine = self._copy_engines[rank.rank]
+        for copy in backup.copies[:saved]:
+            engine.send(self._delay(), lambda copy=copy: rank.save(copy))  # type: ignore[misc]
+        done = TransferDone(self.epoch, rank.rank, backup.transfer, saved)
+        engine.send(self._delay(), lambda: self._copied(rank, done))
+
+    def _copied(self, rank: FakeRank, done: TransferDone) -> None:
+        if not self.dead and not rank.paused:
+            self._copy_acks[rank.rank].send(self._delay(), lambda: self._tell(done))
+
     def _try_run(self, rank: FakeRank) -> None:
-        if self.dead or rank.busy or rank.paused or not rank.inbox:
+        if self.dead or rank.busy or rank.paused or not rank.inbox or rank.inbox[0].number in rank.loading:
             return
         if rank.rank >= self._tp and rank.inbox[0].number not in rank.handed:
             return
@@ -189,6 +226,8 @@ class FakeGrid:
         is_sampler = rank.rank == (self._pp - 1) * self._tp
         done = PlanDone(self.epoch, rank.rank, plan.number, samples if is_sampler else (), 0.0)
         self._acks[rank.rank].send(self._delay(), lambda: self._tell(done))
+        if plan.backup is not None:
+            self._back_up(rank, plan.backup)
         self._try_run(rank)
 
     def _hand_over(self, rank: FakeRank, number: int) -> None:

@@ -7,11 +7,15 @@ read: page contents; at every plan: the fence and the digests; at the end: token
 import random
 from dataclasses import dataclass, field
 
+import msgspec
+
 from forebay.core import invariants
-from forebay.core.messages import Abort, Flush, GridState, PlanDone, Submit, pack_tokens
+from forebay.core.messages import Abort, Flush, GridState, PlanDone, Submit, TransferDone, pack_tokens
 from forebay.core.planner import Effects, Event, GridLost, GridReady, Planner
 from forebay.core.replica import PlannerConfig
 from forebay.core.sampling import SamplingParams
+from forebay.core.transfers import WritePolicy
+from forebay.core.tree import TIERS
 from forebay.sim.checkers import ClientChecker, FenceChecker
 from forebay.sim.grid import FakeGrid, Timing, Truth
 from forebay.sim.heap import EventHeap
@@ -29,6 +33,9 @@ class Options:
     tp: int
     page_size: int
     pages: int
+    host_pages: int
+    write_policy: WritePolicy
+    load_back_threshold: int
     chunk_size: int
     max_running: int
     max_waiting: int
@@ -53,6 +60,9 @@ class Report:
     retractions: int = 0
     restarts: int = 0
     cached_tokens: int = 0
+    loaded_tokens: int = 0
+    loads: int = 0
+    backups: int = 0
     finishes: dict[str, int] = field(default_factory=dict)
     remaps: int = 0
     flushes: int = 0
@@ -69,14 +79,17 @@ def draw(randomness: random.Random) -> Options:
         tp=choice([1, 1, 2]),
         page_size=page_size,
         pages=choice([6, 12, 24, 48]),
+        host_pages=choice([0, 4, 16, 64]),
+        write_policy=choice(list(WritePolicy)),
+        load_back_threshold=choice([0, page_size]),
         chunk_size=choice([1, 4, 8, 16, 32]),
         max_running=choice([1, 2, 4, 8]),
         max_waiting=choice([2, 100]),
         max_context=choice([16, 40, 64]),
         prefix_first=choice([False, True]),
-        requests=randomness.randint(1, 24),
-        arrival_s=choice([0.0, 0.01, 0.1]),
-        timing=Timing(slow_forward / 4, slow_forward, slow_message / 10, slow_message),
+        requests=randomness.randint(1, 32),
+        arrival_s=choice([0.0, 0.01, 0.1, 1.0]),
+        timing=Timing(slow_forward / 4, slow_forward, slow_message / 10, slow_message, choice([0.0, 0.0, 0.3])),
         abort_share=choice([0.0, 0.0, 0.2, 0.6]),
         losses=choice([0, 0, 0, 1, 2]),
         pauses=choice([0, 0, 0, 1]),
@@ -129,7 +142,8 @@ class History:
                 later = at + randomness.uniform(0, 20 * options.timing.forward_high)
                 self.heap.at(later, lambda request_id=submit.request_id: self._abort(request_id))  # type: ignore[misc]
         for index in range(options.flushes):
-            flush = Flush(index, ("device",), randomness.choice([0.0, 1.0, 100.0]))
+            tiers = randomness.choice([("device",), ("host",), ("device", "host")])
+            flush = Flush(index, tiers, randomness.choice([0.0, 1.0, 100.0]))
             self.heap.at(randomness.uniform(0, at + 0.1), lambda flush=flush: self._inbox.append(flush))  # type: ignore[misc]
 
     def _submit(self, request_id: str, stems: list[list[int]]) -> Submit:
@@ -203,6 +217,8 @@ class History:
             assert self._grid is not None
             self.report.plans += 1
             self.report.remaps += len(effects.plan.remaps)
+            self.report.loads += len(effects.plan.loads)
+            self.report.backups += len(effects.plan.backup.copies) if effects.plan.backup else 0
             self._fence.plan_sent(effects.plan)
             self._grid.send(effects.plan)
         for output in effects.outputs:
@@ -227,24 +243,24 @@ class History:
             self._random,
             options.timing,
             (options.pp, options.tp),
-            (self._pages, options.page_size),
+            (self._pages, options.host_pages, options.page_size),
             epoch,
             self._truth,
             self._hear,
         )
-        ready = GridReady(epoch, self._pages, options.timing.forward_high)
+        ready = GridReady(epoch, self._pages, options.timing.forward_high, options.host_pages)
         self.heap.after(self._random.uniform(0.01, 1.0), lambda: self._inbox.append(ready))
 
     def _new_fence(self) -> FenceChecker:
         return FenceChecker(self.options.pp * self.options.tp, self.options.page_size)
 
-    def _hear(self, done: PlanDone) -> None:
+    def _hear(self, done: PlanDone | TransferDone) -> None:
         self.report.messages += 1
-        if done.epoch == self.planner.epoch:
+        if isinstance(done, PlanDone) and done.epoch == self.planner.epoch:
             self._fence.acknowledged(done)
         self._inbox.append(done)
         if self._random.random() < 0.02:  # a stale duplicate of an earlier epoch, as after a reconnect
-            self._inbox.append(PlanDone(done.epoch - 1, done.rank, done.number))
+            self._inbox.append(msgspec.structs.replace(done, epoch=done.epoch - 1))
 
     # ------------------------------------------------------------------------------------------ the end
 
@@ -254,11 +270,12 @@ class History:
         assert not replica.requests and not replica.running and not replica.in_flight, "something is left of ended requests"
         if self.planner.state is GridState.READY:
             assert replica.cache is not None
-            replica.cache.flush()
-            pool = replica.cache.pool
-            assert pool.free == pool.capacity, f"{pool.capacity - pool.free} pages are lost"
+            replica.cache.flush(TIERS)
+            held = replica.cache.held(TIERS)
+            assert not held, f"{held} pages are lost"
         self.report.retractions = replica.retractions
         self.report.cached_tokens = replica.cached_device_tokens
+        self.report.loaded_tokens = replica.cached_host_tokens
         assert self.report.flushes == self.options.flushes, "a flush was not answered once"
         for reason in self.client.finish.values():
             self.report.finishes[reason] = self.report.finishes.get(reason, 0) + 1
@@ -274,5 +291,7 @@ def _config(options: Options) -> PlannerConfig:
         max_running=options.max_running,
         max_waiting=options.max_waiting,
         prefix_first=options.prefix_first,
+        write_policy=options.write_policy,
+        load_back_threshold=options.load_back_threshold,
         silence_s=float("inf"),  # ranks here send no heartbeats; a paused one shows by its late plan
     )

@@ -71,15 +71,15 @@ class Desk:
     @property
     def free(self) -> int:
         assert self.planner.replica.cache is not None
-        return self.planner.replica.cache.pool.free
+        return self.planner.replica.cache.device.free
 
 
-def make_desk(pages: int = 32, **config: object) -> Desk:
+def make_desk(pages: int = 32, host_pages: int = 0, **config: object) -> Desk:
     defaults: dict[str, object] = {
         "pp": 1, "page_size": PAGE, "chunk_size": 8, "max_context": 64, "max_running": 8, "max_waiting": 8,
     }  # fmt: skip
     desk = Desk(Planner(PlannerConfig(**(defaults | config))))  # type: ignore[arg-type]
-    desk.step(GridReady(1, pages, 0.001))
+    desk.step(GridReady(1, pages, 0.001, host_pages))
     return desk
 
 

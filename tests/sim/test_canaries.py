@@ -5,11 +5,13 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from forebay.core import admission, building, planner, request
-from forebay.core.device_cache import DeviceCache
-from forebay.core.messages import FinishReason
+from forebay.core.messages import Copy, FinishReason, TransferDone
+from forebay.core.page_cache import PageCache
+from forebay.core.pages import Owner
 from forebay.core.replica import Replica
 from forebay.core.request import Request
-from forebay.core.tree import Node, PrefixTree
+from forebay.core.transfers import BackupQueue
+from forebay.core.tree import NONE, Node, PrefixTree, Tier
 from forebay.sim.fuzz import CampaignError, run_campaign
 
 SEEDS = 400
@@ -18,21 +20,71 @@ Patch = Callable[[pytest.MonkeyPatch], None]
 
 def free_at_token_return(patch: pytest.MonkeyPatch) -> None:
     """Pages are freed when the request ends, not when its last plan has retired (R5)."""
-    release = DeviceCache.release
+    release = PageCache.release
 
-    def now(self: DeviceCache, path: Sequence[Node], pages: Sequence[int], after_plan: int) -> None:
-        release(self, path, pages, min(after_plan, self.retired))
+    def now(self: PageCache, path: Sequence[Node], pages: Sequence[int], after_plan: int, loaded: Sequence[Node] = ()) -> None:
+        release(self, path, pages, after_plan if loaded else min(after_plan, self.retired), loaded)
 
-    patch.setattr(DeviceCache, "release", now)
+    patch.setattr(PageCache, "release", now)
+
+
+def believe_a_failed_backup(patch: pytest.MonkeyPatch) -> None:
+    end = PageCache.end_backup
+    patch.setattr(PageCache, "end_backup", lambda self, node, page, saved: end(self, node, page, True))
+
+
+def believe_the_first_rank_that_has_saved(patch: pytest.MonkeyPatch) -> None:
+    """A backup counts when one rank is done, not all."""
+    done = BackupQueue.done
+
+    def hasty(self: BackupQueue, cache: PageCache, ack: TransferDone) -> str:
+        flight = self._in_flight.get(ack.transfer)
+        if flight is None:
+            return ""
+        flight.waits_for = {ack.rank}
+        return done(self, cache, ack)
+
+    patch.setattr(BackupQueue, "done", hasty)
+
+
+def evict_a_page_that_is_being_saved(patch: pytest.MonkeyPatch) -> None:
+    """A backup does not pin what it reads."""
+    begin, end = PageCache.begin_backup, PageCache.end_backup
+
+    def careless(self: PageCache, node: Node) -> int | None:
+        page = begin(self, node)
+        if page is not None:
+            self.tree.unpin((node,))
+        return page
+
+    def after(self: PageCache, node: Node, page: int, saved: bool) -> None:
+        if node.stale or node.pages[Tier.DEVICE] == NONE:
+            self.host.release(page, Owner.TRANSFER)
+        else:
+            self.tree.pin(node)
+            end(self, node, page, saved)
+
+    patch.setattr(PageCache, "begin_backup", careless)
+    patch.setattr(PageCache, "end_backup", after)
+
+
+def load_into_the_plan_after_next(patch: pytest.MonkeyPatch) -> None:
+    """Loads ride with a later plan than the first that may read them."""
+    take = building._take_loads
+
+    def late(replica: Replica, number: int) -> tuple[Copy, ...]:
+        return take(replica, number) if number % 2 else ()
+
+    patch.setattr(building, "_take_loads", late)
 
 
 def evict_pinned(patch: pytest.MonkeyPatch) -> None:
     """Pins are forgotten one too early."""
     pin = PrefixTree.pin
 
-    def forgetful(self: PrefixTree, node: Node) -> None:
-        pin(self, node)
-        if node.pins == 1:
+    def forgetful(self: PrefixTree, node: Node, tier: Tier = Tier.DEVICE) -> None:
+        pin(self, node, tier)
+        if tier is Tier.DEVICE and node.pins[tier] == 1:
             self.unpin([node])
 
     patch.setattr(PrefixTree, "pin", forgetful)
@@ -42,9 +94,9 @@ def match_one_page_too_many(patch: pytest.MonkeyPatch) -> None:
     """A request believes that the page after its prefix is cached too."""
     reserve = admission._reserve
 
-    def hopeful(replica: Replica, request: Request) -> bool:
+    def hopeful(replica: Replica, request: Request) -> int | None:
         reserved = reserve(replica, request)
-        if reserved and request.computed + replica.config.page_size < request.length - 1:
+        if reserved is not None and request.computed + replica.config.page_size < request.length - 1:
             request.computed += replica.config.page_size
         return reserved
 
@@ -122,10 +174,10 @@ def believe_plans_of_the_old_epoch(patch: pytest.MonkeyPatch) -> None:
         lose(self)
         self._old = cache  # type: ignore[attr-defined]
 
-    def restore(self: Replica, device_pages: int, s_per_token: float, now: float) -> None:
-        start(self, device_pages, s_per_token, now)
+    def restore(self: Replica, device_pages: int, host_pages: int, s_per_token: float, now: float) -> None:
+        start(self, device_pages, host_pages, s_per_token, now)
         old = getattr(self, "_old", None)
-        if old is not None and old.pool.capacity == device_pages:
+        if old is not None and old.device.capacity == device_pages:
             for number in range(old.retired + 1, self.built + 1):
                 old.retire(number)
             self.cache = old
@@ -148,6 +200,10 @@ def digest_without_remaps(patch: pytest.MonkeyPatch) -> None:
 
 CANARIES: list[Patch] = [
     free_at_token_return,
+    believe_a_failed_backup,
+    believe_the_first_rank_that_has_saved,
+    evict_a_page_that_is_being_saved,
+    load_into_the_plan_after_next,
     evict_pinned,
     match_one_page_too_many,
     ignore_the_salt,

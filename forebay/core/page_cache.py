@@ -1,0 +1,165 @@
+"""Device and host pages of one grid: pools, prefix tree and the fence, with the moves between them that keep bytes right.
+
+A request's page table is a *path* of pinned nodes followed by pages of its own. What a request gives up while plans that
+name it are in flight waits behind the fence of the last of them (rule R5): plans retire in order, so one number is enough and
+no plan has to list the pages it reads.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from forebay.core.pages import Owner, PagePool
+from forebay.core.tree import NONE, Node, PrefixTree, Tier
+
+
+@dataclass(frozen=True, slots=True)
+class Fenced:
+    """Given up, but not before a plan has retired: device pins, host pins, a request's own device pages."""
+
+    path: Sequence[Node]
+    pages: Sequence[int]
+    loaded: Sequence[Node]
+
+
+class PageCache:
+    """L1 and L2 of one epoch. ``retired``: the newest plan that has retired."""
+
+    def __init__(self, device_pages: int, host_pages: int, retired: int) -> None:
+        self.device = PagePool(device_pages)
+        self.host = PagePool(host_pages)
+        self.tree = PrefixTree()
+        self.retired = retired
+        self._fences: dict[int, list[Fenced]] = {}
+
+    @property
+    def obtainable(self) -> int:
+        """Device pages that `allocate` could give now at most: free ones and those that eviction may get."""
+        return self.device.free + self.tree.unpinned(Tier.DEVICE)
+
+    @property
+    def fenced(self) -> list[Fenced]:
+        """What waits for plans to retire, for the invariants."""
+        return [entry for entries in self._fences.values() for entry in entries]
+
+    @property
+    def fence_numbers(self) -> list[int]:
+        """Plans that something waits for."""
+        return list(self._fences)
+
+    def pin(self, path: Sequence[Node]) -> None:
+        for node in path:
+            self.tree.pin(node)
+
+    def allocate(self, count: int) -> list[int] | None:
+        """``count`` device pages for a request, evicting as needed; None if there are not as many."""
+        if count > self.obtainable or not self._make_room(self.device, Tier.DEVICE, count):
+            return None
+        return self.device.allocate(count, Owner.REQUEST)
+
+    def allocate_host(self) -> int | None:
+        """One host page for a transfer, evicting as needed; None if there is none."""
+        if not self._make_room(self.host, Tier.HOST, 1):
+            return None
+        return self.host.allocate(1, Owner.TRANSFER)[0]
+
+    def adopt(self, hash: bytes, parent: Node | None, page: int) -> Node:
+        """The request's device page becomes the tree's node for ``hash``, pinned by that request."""
+        self.device.to_node(page, Owner.REQUEST)
+        return self.tree.insert(hash, parent, Tier.DEVICE, page)
+
+    def readopt(self, node: Node, page: int) -> None:
+        """The request's device page joins a node that was in host memory only, pinned by that request."""
+        self.device.to_node(page, Owner.REQUEST)
+        self.tree.place(node, Tier.DEVICE, page)
+
+    # ------------------------------------------------------------------------------------------ LOAD: host -> device
+
+    def begin_load(self, nodes: Sequence[Node], pages: Sequence[int]) -> None:
+        """Nodes that were in host memory only get device pages (a request's), pinned by the LOAD in both tiers."""
+        for node, page in zip(nodes, pages, strict=True):
+            self.device.to_node(page, Owner.REQUEST)
+            self.tree.place(node, Tier.DEVICE, page)
+            self.tree.pin(node, Tier.HOST)
+
+    def cancel_load(self, node: Node) -> None:
+        """Take back a LOAD that no plan carries and nobody but the LOAD itself pins."""
+        self.device.release(self.tree.displace(node, Tier.DEVICE), Owner.NODE)
+        self.tree.unpin((node,), Tier.HOST)
+
+    # ------------------------------------------------------------------------------------------ BACKUP: device -> host
+
+    def begin_backup(self, node: Node) -> int | None:
+        """A host page to copy ``node`` into, its device page pinned meanwhile; None if there is no host page."""
+        assert not node.saving and node.pages[Tier.HOST] == NONE
+        parent = () if node.parent is None or node.parent.pages[Tier.HOST] == NONE else (node.parent,)
+        for each in parent:
+            self.tree.pin(each, Tier.HOST)  # making room must not take the page that this copy hangs on
+        page = self.allocate_host()
+        self.tree.unpin(parent, Tier.HOST)
+        if page is not None:
+            self.tree.pin(node)
+            node.saving = True
+        return page
+
+    def end_backup(self, node: Node, page: int, saved: bool) -> None:
+        """All ranks are done with the copy. Host residency stays closed: without its parent's host page a copy is worth nothing."""
+        node.saving = False
+        if saved and (node.parent is None or node.parent.pages[Tier.HOST] != NONE):
+            self.host.to_node(page, Owner.TRANSFER)
+            self.tree.place(node, Tier.HOST, page)
+            self.tree.unpin((node,), Tier.HOST)
+        else:
+            self.host.release(page, Owner.TRANSFER)
+        self.tree.unpin((node,))
+
+    # ------------------------------------------------------------------------------------------ giving up
+
+    def release(self, path: Sequence[Node], pages: Sequence[int], after_plan: int, loaded: Sequence[Node] = ()) -> None:
+        """Give up device pins, a request's own pages and host pins of a LOAD once plan ``after_plan`` has retired."""
+        if after_plan <= self.retired:
+            self._let_go(Fenced(path, pages, loaded), Owner.REQUEST)
+            return
+        for page in pages:
+            self.device.fence(page)
+        self._fences.setdefault(after_plan, []).append(Fenced(path, pages, loaded))
+
+    def retire(self, number: int) -> None:
+        """Plan ``number`` is done on all ranks."""
+        assert number == self.retired + 1, f"plan {number} retired after {self.retired}"
+        self.retired = number
+        for fenced in self._fences.pop(number, ()):
+            self._let_go(fenced, Owner.FENCED)
+
+    def flush(self, tiers: Sequence[Tier]) -> int:
+        """Evict all that nothing pins; returns the number of pages freed."""
+        freed = 0
+        progress = True
+        while progress:  # a device page may go only once its node's children have gone from the host, and so on
+            progress = False
+            for tier in tiers:
+                pool = self._pool(tier)
+                while (page := self.tree.evict(tier)) is not None:
+                    pool.release(page, Owner.NODE)
+                    freed += 1
+                    progress = True
+        return freed
+
+    def held(self, tiers: Sequence[Tier]) -> int:
+        return sum(self._pool(tier).capacity - self._pool(tier).free for tier in tiers)
+
+    def _pool(self, tier: Tier) -> PagePool:
+        return self.device if tier is Tier.DEVICE else self.host
+
+    def _make_room(self, pool: PagePool, tier: Tier, count: int) -> bool:
+        while pool.free < count:
+            page = self.tree.evict(tier)
+            if page is None:
+                return False
+            pool.release(page, Owner.NODE)
+        return True
+
+    def _let_go(self, fenced: Fenced, owner: Owner) -> None:
+        self.tree.unpin(fenced.path)
+        self.tree.unpin(fenced.loaded, Tier.HOST)
+        for page in fenced.pages:
+            self.device.release(page, owner)

@@ -1,0 +1,101 @@
+"""BACKUP: full pages on their way from device to host memory (DESIGN 4.2).
+
+        want(node) --> wanted queue --plan built, a host page to be had--> in flight --TransferDone from all ranks--> saved
+
+The queue is in the order in which pages became full, so root comes before leaf and there are no holes; a page that finds no host page
+stays wanted with all behind it, and is tried again with the next plan. Nobody waits for a backup. What a transfer has saved is the MIN
+over ranks of what each has.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from forebay.core.messages import Backup, Copy, TransferDone
+from forebay.core.page_cache import PageCache
+from forebay.core.tree import NONE, Node, Tier
+
+MAX_BACKUP_PAGES = 128
+SELECTIVE_HITS = 2
+WRITE_BACK_FREE_SHARE = 0.1
+
+
+class WritePolicy(StrEnum):
+    """When a page goes to host memory: as soon as it is full, on its second hit, or when device pages run short."""
+
+    WRITE_THROUGH = "write-through"
+    WRITE_THROUGH_SELECTIVE = "write-through-selective"
+    WRITE_BACK = "write-back"
+
+
+@dataclass(slots=True)
+class _InFlight:
+    nodes: list[Node]
+    pages: list[int]
+    waits_for: set[int]
+    saved: int  # MIN over the ranks heard so far
+
+
+class BackupQueue:
+    """What is to be copied to the host, and what is being copied."""
+
+    def __init__(self) -> None:
+        self._wanted: deque[Node] = deque()
+        self._in_flight: dict[int, _InFlight] = {}
+        self._transfers = 0
+
+    @property
+    def in_flight(self) -> dict[int, Sequence[tuple[Node, int]]]:
+        """(node, host page) of each transfer under way, for the invariants."""
+        return {number: list(zip(flight.nodes, flight.pages, strict=True)) for number, flight in self._in_flight.items()}
+
+    def want(self, node: Node) -> None:
+        if not (node.wanted or node.saving or node.pages[Tier.HOST] != NONE):
+            node.wanted = True
+            self._wanted.append(node)
+
+    def start(self, cache: PageCache, ranks: int) -> Backup | None:
+        """The next batch, its host pages taken and its device pages pinned; None if there is nothing, or no room."""
+        nodes: list[Node] = []
+        pages: list[int] = []
+        while self._wanted and len(nodes) < MAX_BACKUP_PAGES:
+            node = self._wanted[0]
+            if self._may_be_saved(node):
+                page = cache.begin_backup(node)
+                if page is None:
+                    break
+                nodes.append(node)
+                pages.append(page)
+            node.wanted = False
+            self._wanted.popleft()
+        if not nodes:
+            return None
+        self._transfers += 1
+        self._in_flight[self._transfers] = _InFlight(nodes, pages, set(range(ranks)), len(nodes))
+        return Backup(self._transfers, tuple(Copy(node.page, page) for node, page in zip(nodes, pages, strict=True)))
+
+    def done(self, cache: PageCache, ack: TransferDone) -> str:
+        """Fold one rank's acknowledgement; says what is wrong with it, if anything."""
+        flight = self._in_flight.get(ack.transfer)
+        if flight is None or ack.rank not in flight.waits_for or not 0 <= ack.pages <= len(flight.nodes):
+            return f"rank {ack.rank} acknowledged {ack.pages} pages of transfer {ack.transfer}, which it was not asked for"
+        flight.waits_for.remove(ack.rank)
+        flight.saved = min(flight.saved, ack.pages)
+        if not flight.waits_for:
+            del self._in_flight[ack.transfer]
+            for index, (node, page) in enumerate(zip(flight.nodes, flight.pages, strict=True)):
+                cache.end_backup(node, page, index < flight.saved)
+        return ""
+
+    def clear(self) -> None:
+        self._wanted.clear()
+        self._in_flight.clear()
+
+    @staticmethod
+    def _may_be_saved(node: Node) -> bool:
+        """It is still there, and its parent has a host page or will have one before it."""
+        if node.stale or node.saving or node.pages[Tier.DEVICE] == NONE or node.pages[Tier.HOST] != NONE:
+            return False
+        parent = node.parent
+        return parent is None or parent.saving or parent.pages[Tier.HOST] != NONE

@@ -1,0 +1,129 @@
+"""Copies between device and host pages of one rank, on threads of their own: loads and backups never wait for each other.
+
+    plan.loads  --> load thread, layer by layer --> LoadGate: the forward pass waits for each layer before it touches it
+    plan.backup --> backup thread, page by page, after the forward pass --> TransferDone
+
+torch releases the interpreter lock while it copies. A copy in memory cannot fail short of a lost rank, so an error here is raised
+where the plan waits for it (loads) or ends the rank (backups), and rule R3 does the rest.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+from queue import SimpleQueue
+
+import torch
+
+from forebay.core.messages import Backup, Copy, Plan
+from forebay.models.kv import KVPool
+from forebay.observe.events import SpanKind, SpanRing
+from forebay.runtime.host_pool import HostPool
+
+KEYS, VALUES = 0, 1
+COPY_DEADLINE_S = 60.0
+
+
+class LoadGate:
+    """Opens layer by layer. Every reader of a layer's pages passes through `wait` first, with the stage-local layer."""
+
+    def __init__(self, layers: int) -> None:
+        self._layers = layers
+        self._done = 0
+        self._error: BaseException | None = None
+        self._changed = threading.Condition()
+
+    def open_next(self) -> None:
+        with self._changed:
+            self._done += 1
+            self._changed.notify_all()
+
+    def fail(self, error: BaseException) -> None:
+        with self._changed:
+            self._error = error
+            self._changed.notify_all()
+
+    def wait(self, layer: int) -> None:
+        """Until ``layer`` is loaded. Raises what the copy raised, or ``TimeoutError``: nobody waits for ever."""
+        if self._done > layer:  # only ever rises
+            return
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._done > layer or self._error is not None, COPY_DEADLINE_S):
+                raise TimeoutError(f"layer {layer} was not loaded within {COPY_DEADLINE_S:.0f} s")
+            if self._error is not None:
+                raise RuntimeError(f"loading layer {layer} failed: {self._error}") from self._error
+
+
+class CopyEngine:
+    """The two copy threads. ``saved``: called on the backup thread with (transfer, pages done)."""
+
+    def __init__(self, device: KVPool, host: HostPool, ring: SpanRing, saved: Callable[[int, int], None]) -> None:
+        self._device = device
+        self._host = host
+        self._ring = ring
+        self._saved = saved
+        self._loads: SimpleQueue[tuple[Plan, LoadGate] | None] = SimpleQueue()
+        self._backups: SimpleQueue[Backup | None] = SimpleQueue()
+        self._threads = [
+            threading.Thread(target=self._run_loads, name="copy-load", daemon=True),
+            threading.Thread(target=self._run_backups, name="copy-backup", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def load(self, plan: Plan) -> LoadGate | None:
+        """Start the plan's loads; None if it has none."""
+        if not plan.loads:
+            return None
+        gate = LoadGate(self._device.layers)
+        self._loads.put((plan, gate))
+        return gate
+
+    def back_up(self, backup: Backup) -> None:
+        """Start a backup; what it reads has been written."""
+        self._backups.put(backup)
+
+    def stop(self) -> None:
+        """Finish what was started and end the threads."""
+        self._loads.put(None)
+        self._backups.put(None)
+        for thread in self._threads:
+            thread.join()
+
+    def _run_loads(self) -> None:
+        while (work := self._loads.get()) is not None:
+            plan, gate = work
+            began = time.monotonic_ns()
+            try:
+                for layer in range(self._device.layers):
+                    self._load_layer(plan.loads, layer)
+                    gate.open_next()
+            except BaseException as error:  # the plan that waits for it raises it
+                gate.fail(error)
+            self._ring.record(SpanKind.LOAD, began, plan.number, len(plan.loads))
+
+    def _run_backups(self) -> None:
+        while (backup := self._backups.get()) is not None:
+            began = time.monotonic_ns()
+            for copy in backup.copies:
+                self._save_page(copy)
+            self._synchronize()
+            self._ring.record(SpanKind.BACKUP, began, backup.transfer, len(backup.copies))
+            self._saved(backup.transfer, len(backup.copies))
+
+    def _load_layer(self, copies: tuple[Copy, ...], layer: int) -> None:
+        keys, values, blocks = self._device.keys[layer], self._device.values[layer], self._host.blocks
+        for copy in copies:
+            keys[copy.device].copy_(blocks[copy.host, layer, KEYS])
+            values[copy.device].copy_(blocks[copy.host, layer, VALUES])
+        self._synchronize()
+
+    def _save_page(self, copy: Copy) -> None:
+        block = self._host.blocks[copy.host]
+        for layer in range(self._device.layers):
+            block[layer, KEYS].copy_(self._device.keys[layer][copy.device])
+            block[layer, VALUES].copy_(self._device.values[layer][copy.device])
+
+    def _synchronize(self) -> None:
+        device = self._device.keys[0].device
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
