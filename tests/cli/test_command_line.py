@@ -55,7 +55,7 @@ def test_a_mistake_is_one_line(capsys: pytest.CaptureFixture[str], arguments: li
     [
         ["serve", "demo", "--dp", "2"],
         ["serve", "demo", "--store", "embedded"],
-        ["serve", "demo", "--host-memory", "1GiB"],
+        ["serve", "demo", "--host-mode", "staging"],
         ["serve", "demo", "--fetch-route", "ticket"],
         ["serve", "demo", "--kv-dtype", "int8"],
         ["serve", "demo", "--dynamic-chunking"],
