@@ -9,7 +9,7 @@ ROOT = Path(__file__).parent.parent / "forebay"
 LAYERS = {
     "core": set(),
     "observe": {"core"},
-    "store": {"core", "observe"},
+    "store": {"core", "observe", "settings"},
     "models": {"core"},
     "sim": {"core", "store", "observe"},
     "runtime": {"core", "observe", "store", "models", "settings"},
