@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from forebay.core.messages import Opening, pack_tokens
 from forebay.core.sampling import SamplingParams
 from forebay.runtime.mirror import Step
-from forebay.runtime.sampler import Sampler, uniform
+from forebay.runtime.sampler import Sampler, _share_floor, uniform
 
 VOCAB = 600  # above what top_p looks at first
 EOS = (3, 5)
@@ -211,3 +211,16 @@ def test_logprobs_are_those_of_the_models_own_distribution() -> None:
     assert list(first.top_ids) == expected[0].topk(3).indices.tolist()
     assert first.top == pytest.approx(expected[0].topk(3).values.tolist(), abs=1e-5)
     assert third.top == () and third.chosen == pytest.approx(float(expected[2, chosen[2][0]]), abs=1e-5)
+
+
+@given(st.integers(0, 2**32), st.integers(1, 4), st.sampled_from([2, 16, 1 << 10, 1 << 20]))
+def test_the_floor_found_by_buckets_is_the_one_found_by_sorting(seed: int, rows: int, steps: int) -> None:
+    """Weights are dyadic, so that sums are exact in any order."""
+    dice = np.random.default_rng(seed)
+    weights = (dice.integers(0, steps + 1, (rows, 300)) / steps).astype(np.float32)
+    weights[:, 0] = 1.0
+    shares = dice.choice([2**-9, 0.25, 0.5, 0.9375, 1 - 2**-12], rows)
+    found = _share_floor(torch.from_numpy(weights), torch.from_numpy(shares).unsqueeze(1))
+    for row, share, floor in zip(weights, shares, found.flatten().tolist(), strict=True):
+        descending = np.sort(row)[::-1]
+        assert floor == descending[np.argmax(np.cumsum(descending, dtype=np.float64) >= share * row.sum(dtype=np.float64))]
