@@ -525,10 +525,14 @@ class CopyOut(_Message, frozen=True):
 
 
 class PrefetchKeys(_Message, frozen=True):
-    """Bring these from SSD to memory if you can. No answer. Sent as an optional frame: who does not know it drops it."""
+    """Bring these from SSD to memory if you can. No answer. Sent as an optional frame: who does not know it drops it.
+
+    ``demand``: a get waits for them, so a cooldown of the receiver is no reason to decline.
+    """
 
     keys: list[bytes]
     hint_s: float
+    demand: bool = False
 
 
 # ------------------------------------------------------------------------------------------------ holder -> client

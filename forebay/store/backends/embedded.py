@@ -1,0 +1,112 @@
+"""A private store: master and one holder in a child process, with an SSD directory that keeps pages over restarts.
+
+The child is told everything over its standard input, says where it listens over its standard output, and ends in good order (what
+memory has and the log has not is written, at most 10 s) when the input closes: also if this process is killed. A second server on
+the same directory takes a sub-directory, for a log has one owner.
+"""
+
+import contextlib
+import json
+import secrets
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from forebay.store.backend import GetItem, Health, PutItem, Status
+from forebay.store.backends.forebay import ForebayStore
+from forebay.store.client.prefetcher import PrefetchOptions
+from forebay.store.client.store import StoreClient
+
+DEFAULT_DRAM = 256 << 20
+DEFAULT_SSD = 8 << 30
+START_S = 30.0
+END_S = 12.0
+
+
+class EmbeddedStore:
+    """A `PageStore`. Raises ``OSError`` if the child cannot start; the text says why."""
+
+    def __init__(self, directory: Path, dram: int, ssd: int) -> None:
+        secret = secrets.token_hex(32)
+        boot = json.dumps({"directory": str(directory), "dram": dram, "ssd": ssd, "secret": secret}) + "\n"
+        self._child = subprocess.Popen(
+            [sys.executable, "-m", "forebay.store.backends.embedded_process"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            process_group=0,  # Ctrl-C is for us; we end the child in good order
+        )
+        assert self._child.stdin is not None
+        try:
+            self._child.stdin.write(boot.encode())
+            self._child.stdin.flush()
+            self.url, self.directory = self._started()
+            client = StoreClient.connect(self.url, secret=secret, prefetch=PrefetchOptions(enabled=True))
+        except BaseException:
+            self._end()
+            raise
+        self._store = ForebayStore(client)
+        self.client = client
+        self._wait_until_served()
+
+    @property
+    def pid(self) -> int:
+        return self._child.pid
+
+    def match_prefix(self, keys: Sequence[bytes], parts: Sequence[bytes], *, hint: bool, timeout_s: float) -> int:
+        return self._store.match_prefix(keys, parts, hint=hint, timeout_s=timeout_s)
+
+    def get_into(self, items: Sequence[GetItem], timeout_s: float) -> list[Status]:
+        return self._store.get_into(items, timeout_s)
+
+    def put_from(self, items: Sequence[PutItem], timeout_s: float) -> list[Status]:
+        return self._store.put_from(items, timeout_s)
+
+    def health(self) -> Health:
+        if self._child.poll() is not None:
+            return Health(False, f"the embedded store's process ended with status {self._child.returncode}")
+        return self._store.health()
+
+    def close(self) -> None:
+        self._store.close()
+        self._end()
+
+    def _started(self) -> tuple[str, Path]:
+        assert self._child.stdout is not None and self._child.stderr is not None
+        ready, _, _ = select.select([self._child.stdout], [], [], START_S)
+        line = self._child.stdout.readline() if ready else b""
+        if not line:
+            self._child.kill()
+            why = self._child.stderr.read().decode(errors="replace").strip().splitlines()
+            raise OSError(why[-1] if why else "the embedded store did not start")
+        said = json.loads(line)
+        return said["url"], Path(said["directory"])
+
+    def _wait_until_served(self) -> None:
+        """The holder registers within moments; its inventory takes as long as it takes."""
+        deadline = time.monotonic() + START_S
+        while not self._store.health().ok and self._child.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.02)
+
+    def _end(self) -> None:
+        child = self._child
+        if child.stdin is not None:
+            with contextlib.suppress(OSError):
+                child.stdin.close()
+        try:
+            child.wait(END_S)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.wait()
+        for pipe in (child.stdout, child.stderr):
+            if pipe is not None:
+                pipe.close()
+
+
+def default_directory() -> Path:
+    import platformdirs
+
+    return platformdirs.user_cache_path("forebay") / "store"

@@ -1,0 +1,72 @@
+"""The child of `embedded`: one JSON line in on standard input, one out on standard output, then a store until the input closes."""
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+from forebay.store.address import Address
+from forebay.store.holder.log.files import Lock
+from forebay.store.holder.node import HolderConfig, HolderError
+from forebay.store.holder.segment import SegmentError
+from forebay.store.master.records import MasterConfig
+from forebay.store.up import Roles, Running, run
+from forebay.store.wire import auth
+
+MAX_SIBLINGS = 64
+
+
+def _free_directory(directory: Path) -> Path:
+    """``directory``, or the first of its sub-directories that no other server has. (A log file names itself, so they do not mix.)"""
+    for candidate in [directory, *(directory / f"server-{index}" for index in range(2, MAX_SIBLINGS))]:
+        try:
+            Lock(candidate).release()
+        except BlockingIOError:
+            continue
+        return candidate
+    raise HolderError(f"{directory} and {MAX_SIBLINGS - 2} sub-directories of it are in use; give another directory")
+
+
+def _main() -> int:
+    boot = json.loads(sys.stdin.buffer.readline())
+    secret = boot["secret"].encode()
+    listen = Address("127.0.0.1", 0)
+    try:
+        directory = _free_directory(Path(boot["directory"]))
+        roles = Roles(
+            listen=listen,
+            master=MasterConfig(ssd_prefetch=True, settle_s=0.0),
+            holder=HolderConfig(listen, listen, boot["dram"], directory, boot["ssd"]),
+            secrets=auth.Secrets({auth.DEFAULT_TENANT: secret, auth.HOLDER_TENANT: secret}),
+        )
+
+        def started(running: Running) -> None:
+            assert running.master is not None
+            said = {"url": f"forebay://{running.master.address}", "directory": str(directory)}
+            sys.stdout.write(json.dumps(said) + "\n")
+            sys.stdout.flush()
+            _end_with_stdin()
+
+        run(roles, started)
+    except (OSError, HolderError, SegmentError) as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
+    return 0
+
+
+def _end_with_stdin() -> None:
+    """Our parent closes our input when it ends, however it ends."""
+    loop = asyncio.get_running_loop()
+
+    def readable() -> None:
+        if not os.read(0, 4096):
+            loop.remove_reader(0)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    loop.add_reader(0, readable)
+
+
+if __name__ == "__main__":
+    sys.exit(_main())

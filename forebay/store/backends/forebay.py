@@ -1,0 +1,46 @@
+"""This store as the engine's L3."""
+
+from collections.abc import Sequence
+
+from forebay.store.backend import GetItem, Health, PutItem, Status
+from forebay.store.client.store import StoreClient
+
+HEALTH_S = 1.0
+
+
+class ForebayStore:
+    """A `PageStore` over a client, which it closes."""
+
+    def __init__(self, client: StoreClient) -> None:
+        self.client = client
+
+    def match_prefix(self, keys: Sequence[bytes], parts: Sequence[bytes], *, hint: bool, timeout_s: float) -> int:
+        return self.client.match_prefix(keys, parts, prefetch=hint, timeout_s=timeout_s)
+
+    def get_into(self, items: Sequence[GetItem], timeout_s: float) -> list[Status]:
+        bufs, bad = [], set()
+        for index, item in enumerate(items):
+            try:
+                view = memoryview(item.buffer).cast("B")[: item.length]
+            except (TypeError, ValueError):
+                view = memoryview(b"")
+            if len(view) != item.length:
+                bad.add(index)
+            bufs.append(view)
+        statuses = self.client.get_into([i.key for i in items], bufs, [i.offset for i in items], timeout_s=timeout_s)
+        return [Status.INVALID if index in bad else status for index, status in enumerate(statuses)]
+
+    def put_from(self, items: Sequence[PutItem], timeout_s: float) -> list[Status]:
+        return self.client.put_from([item.key for item in items], [item.buffer for item in items], timeout_s=timeout_s)
+
+    def health(self) -> Health:
+        try:
+            stats = self.client.stats(timeout_s=HEALTH_S)
+        except ConnectionError as error:
+            return Health(False, str(error))
+        if not stats.holders_usable:
+            return Health(False, f"the master answers, but none of its {stats.holders} holders serves")
+        return Health(True, f"{stats.objects} objects, {stats.holders_usable} of {stats.holders} holders serve")
+
+    def close(self) -> None:
+        self.client.close()

@@ -1,0 +1,51 @@
+"""Store URLs (docs/STORE.md): ``embedded[:DIR][?dram=SIZE&ssd=SIZE]``, ``forebay://HOST:PORT``, ``file:DIR[?size=SIZE&free=SIZE]``."""
+
+from pathlib import Path
+from urllib.parse import parse_qsl
+
+from forebay.settings import SettingsError, parse_size
+from forebay.store.address import AddressError
+from forebay.store.backend import PageStore
+from forebay.store.backends.directory import DirectoryStore
+from forebay.store.backends.embedded import DEFAULT_DRAM, DEFAULT_SSD, EmbeddedStore, default_directory
+from forebay.store.backends.forebay import ForebayStore
+from forebay.store.client.prefetcher import PrefetchOptions
+from forebay.store.client.store import StoreClient
+
+DEFAULT_FILE_BYTES = 8 << 30
+DEFAULT_FREE_BYTES = 1 << 30
+_FORMS = "embedded[:DIR], forebay://HOST:PORT, file:DIR or none"
+
+
+class StoreURLError(ValueError):
+    """One line: what was given, what is allowed, what to do."""
+
+
+def open_store(url: str, tenant: str = "default", secret: str | Path | None = None) -> PageStore | None:
+    """The store that ``url`` names; None for ``none``. Raises ``StoreURLError``, also if the store does not answer."""
+    name, _, query = url.partition("?")
+    if name == "none":
+        return None
+    try:
+        if name == "embedded" or name.startswith("embedded:"):
+            sizes = _sizes(query, {"dram": DEFAULT_DRAM, "ssd": DEFAULT_SSD})
+            directory = Path(name.removeprefix("embedded").removeprefix(":")) if ":" in name else default_directory()
+            return EmbeddedStore(directory, sizes["dram"], sizes["ssd"])
+        if name.startswith("file:"):
+            sizes = _sizes(query, {"size": DEFAULT_FILE_BYTES, "free": DEFAULT_FREE_BYTES})
+            return DirectoryStore(Path(name.removeprefix("file:")), sizes["size"], sizes["free"])
+        if name.startswith("forebay://") and not query:
+            return ForebayStore(StoreClient.connect(name, tenant, secret, prefetch=PrefetchOptions(enabled=True)))
+    except (AddressError, OSError, SettingsError) as error:
+        raise StoreURLError(f"store {url!r}: {error}") from error
+    raise StoreURLError(f"{url!r} is no store; allowed: {_FORMS}")
+
+
+def _sizes(query: str, known: dict[str, int]) -> dict[str, int]:
+    """The sizes of a query string over defaults. Raises ``StoreURLError`` for an unknown name, ``SettingsError`` for a bad size."""
+    sizes = dict(known)
+    for name, value in parse_qsl(query, keep_blank_values=True):
+        if name not in known:
+            raise StoreURLError(f"unknown store option {name!r}; allowed: {', '.join(known)}")
+        sizes[name] = parse_size(value)
+    return sizes

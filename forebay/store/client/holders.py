@@ -1,0 +1,250 @@
+"""Where holders are, and how this process reaches each: mapped memory if it is on this machine, else TCP.
+
+master's table {number: HolderEntry} -> Remote(pool of channels) or Local(segment, pool of channels with staging)
+"""
+
+import contextlib
+import fcntl
+import mmap
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from forebay.store.address import Address, this_machine
+from forebay.store.client.channel import Channel, ChannelError
+from forebay.store.holder.segment import MappedSegment
+from forebay.store.wire import auth
+from forebay.store.wire.frames import PREFIX, FrameError, decode_opening, encode, read_prefix
+from forebay.store.wire.messages import Challenge, HolderEntry, HolderTable, Refused, Role, Welcome
+
+MAX_IDLE_CHANNELS = 16
+STAGING_BYTES = 32 << 20
+REFRESH_EVERY_S = 0.02
+
+
+class Pool:
+    """Idle channels to one place. ``lease`` gives one to one thread; it comes back unless something went wrong with it."""
+
+    def __init__(self, connect: Callable[[float], Channel]) -> None:
+        self._connect = connect
+        self._idle: list[Channel] = []
+        self._lock = threading.Lock()
+        self._closed = False
+
+    @contextlib.contextmanager
+    def lease(self, deadline: float) -> Iterator[Channel]:
+        """Raises ``ChannelError``, ``TimeoutError``. Any exception in the block closes the channel."""
+        channel = self._idle_one() or self._connect(deadline)
+        try:
+            yield channel
+        except BaseException:
+            channel.close()
+            raise
+        with self._lock:
+            if not self._closed and len(self._idle) < MAX_IDLE_CHANNELS:
+                self._idle.append(channel)
+                return
+        channel.close()
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            idle, self._idle = self._idle, []
+        for channel in idle:
+            channel.close()
+
+    def _idle_one(self) -> Channel | None:
+        while True:
+            with self._lock:
+                if not self._idle:
+                    return None
+                channel = self._idle.pop()
+            if not channel.is_stale():
+                return channel
+            channel.close()
+
+
+class LocalChannel(Channel):
+    """A channel through the holder's door, with the staging memory that was handed over."""
+
+    def __init__(self, connected: socket.socket) -> None:
+        super().__init__(connected)
+        self._fd = os.memfd_create("forebay-staging", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(self._fd, STAGING_BYTES)
+        fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+        self._map = mmap.mmap(self._fd, STAGING_BYTES)
+        self.staging = np.frombuffer(self._map, dtype=np.uint8)
+        self.segment_fd = -1
+        self.segment_bytes = 0
+
+    @classmethod
+    def enter(cls, name: str, tenant: str, secret: bytes, deadline: float) -> "LocalChannel":
+        """Through the door ``name``; ``segment_fd`` is then the caller's to close. Raises ``ChannelError``, ``TimeoutError``."""
+        door = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        try:
+            door.settimeout(max(0.001, deadline - time.monotonic()))
+            door.connect("\0" + name)
+            channel = cls(door)
+        except OSError as error:
+            door.close()
+            raise ChannelError(f"door {name}: {error}") from error
+        try:
+            channel._exchange(tenant, secret, deadline)
+        except BaseException:
+            channel.close()
+            raise
+        return channel
+
+    def _exchange(self, tenant: str, secret: bytes, deadline: float) -> None:
+        given, _ = self.receive(decode_opening, deadline)
+        if not isinstance(given, Challenge):
+            raise ChannelError("the holder sent no challenge")
+        hello = auth.hello(given, Role.CLIENT, tenant, secret)
+        try:
+            socket.send_fds(self._socket, [encode(hello)], [self._fd])
+            self._set_timeout(deadline, send=False)
+            data, fds, _, _ = socket.recv_fds(self._socket, 4096, 1)
+        except OSError as error:
+            raise ChannelError(f"door: {error}") from error
+        if fds:
+            self.segment_fd = fds[0]
+        try:
+            prefix = read_prefix(data) if len(data) >= PREFIX.size else None
+            answer = decode_opening(data[PREFIX.size :])
+        except FrameError as error:
+            raise ChannelError(str(error)) from error
+        if isinstance(answer, Refused):
+            raise ChannelError(f"refused: {answer.reason}")
+        if prefix is None or not isinstance(answer, Welcome) or not fds:
+            raise ChannelError("the holder sent no welcome")
+        try:
+            auth.verify_welcome(given, hello, answer, secret)
+        except auth.AuthError as error:
+            raise ChannelError(str(error)) from error
+        self.segment_bytes = answer.segment_bytes
+
+    def take_segment(self) -> MappedSegment:
+        fd, self.segment_fd = self.segment_fd, -1
+        return MappedSegment(fd, self.segment_bytes)
+
+    def close(self) -> None:
+        super().close()
+        for fd in (self._fd, self.segment_fd):
+            if fd >= 0:
+                os.close(fd)
+        self._fd = self.segment_fd = -1
+        self.staging = np.empty(0, np.uint8)
+        with contextlib.suppress(BufferError):
+            self._map.close()
+
+
+class HolderPeer:
+    """One incarnation of one holder. ``segment`` is set if its memory is mapped here."""
+
+    def __init__(self, entry: HolderEntry, tenant: str, secret: bytes, *, local: bool) -> None:
+        self.entry = entry
+        self.number = entry.number
+        self.segment: MappedSegment | None = None
+        self._tenant, self._secret = tenant, secret
+        self._lock = threading.Lock()
+        self._door_open = local
+        self.pool = Pool(self._connect)
+
+    def attach(self, deadline: float) -> bool:
+        """Whether its memory is mapped here, trying to if that was not tried yet."""
+        if self._door_open and self.segment is None:
+            with contextlib.suppress(ChannelError, TimeoutError), self.pool.lease(deadline):
+                pass
+        return self.segment is not None
+
+    def close(self) -> None:
+        self.pool.close()
+        self.segment = None  # readers that are still copying hold it themselves
+
+    def _connect(self, deadline: float) -> Channel:
+        if self._door_open:
+            try:
+                channel = LocalChannel.enter(self.entry.unix, self._tenant, self._secret, deadline)
+            except ChannelError:
+                self._door_open = False  # then by TCP like everyone
+            else:
+                with self._lock:
+                    if self.segment is None:
+                        self.segment = channel.take_segment()
+                return channel
+        return Channel.connect(Address(self.entry.host, self.entry.port), self._tenant, self._secret, deadline)
+
+
+class Holders:
+    """The holders of one master, by number. ``ask`` fetches the master's table."""
+
+    def __init__(self, tenant: str, secret: bytes, ask: Callable[[float], HolderTable], *, allow_local: bool) -> None:
+        self._tenant, self._secret, self._ask = tenant, secret, ask
+        self._machine = this_machine() if allow_local else ""
+        self._lock = threading.Lock()
+        self._peers: dict[int, HolderPeer] = {}
+        self._epoch = 0
+        self._asked_at = 0.0
+
+    def get(self, number: int, deadline: float) -> HolderPeer | None:
+        """None if the master knows of no such holder. Raises as ``ask`` does."""
+        peer = self._peers.get(number)
+        if peer is None:
+            self.refresh(deadline)
+            peer = self._peers.get(number)
+        return peer
+
+    def known(self, number: int) -> HolderPeer | None:
+        return self._peers.get(number)
+
+    def refresh_quietly(self, deadline: float) -> None:
+        """``refresh``, if the master answers."""
+        with contextlib.suppress(ChannelError, TimeoutError):
+            self.refresh(deadline)
+
+    def refresh(self, deadline: float) -> None:
+        """Look again where holders are, unless that was done just now."""
+        with self._lock:
+            if time.monotonic() - self._asked_at < REFRESH_EVERY_S:
+                return
+            table = self._ask(deadline)
+            self._asked_at = time.monotonic()
+            stale = [] if table.epoch == self._epoch else list(self._peers.values())
+            known = {} if table.epoch != self._epoch else self._peers
+            peers: dict[int, HolderPeer] = {}
+            for entry in table.holders:
+                peer = known.get(entry.number)
+                if peer is not None and peer.entry.instance == entry.instance:
+                    peers[entry.number] = peer
+                    continue
+                if peer is not None:
+                    stale.append(peer)
+                local = bool(entry.unix) and entry.machine == self._machine
+                peers[entry.number] = HolderPeer(entry, self._tenant, self._secret, local=local)
+            self._epoch, self._peers = table.epoch, peers
+        for peer in stale:
+            peer.close()
+
+    def forget(self) -> None:
+        """The master has changed: numbers mean nothing any more."""
+        with self._lock:
+            self._asked_at = 0.0
+
+    def check_epoch(self, epoch: int) -> None:
+        """A master of another epoch answered: its numbers are not ours."""
+        if epoch != self._epoch:
+            self.forget()
+            with self._lock:
+                peers, self._peers, self._epoch = self._peers, {}, epoch
+            for peer in peers.values():
+                peer.close()
+
+    def close(self) -> None:
+        with self._lock:
+            peers, self._peers = self._peers, {}
+        for peer in peers.values():
+            peer.close()

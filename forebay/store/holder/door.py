@@ -1,0 +1,132 @@
+"""The Unix door: where a client on the same machine proves itself, hands over its staging memory and gets the segment, read-only.
+
+    holder -> Challenge     client -> Hello + [staging memfd, sealed against shrinking]     holder -> Welcome + [segment memfd]
+
+Afterwards the same socket speaks the holder's ordinary frames. The socket is abstract: it lives in no directory. Whoever has the
+segment can read every tenant's bytes, so a holder that serves several tenants opens no door.
+"""
+
+import asyncio
+import contextlib
+import fcntl
+import mmap
+import os
+import secrets as random_bytes
+import socket
+import struct
+
+from forebay.store.holder.data import DataServer, Peer
+from forebay.store.holder.segment import Segment
+from forebay.store.wire import auth
+from forebay.store.wire.connection import OPENING_S, Connection
+from forebay.store.wire.frames import (
+    MAX_OPENING_BYTES,
+    PREFIX,
+    FrameError,
+    decode_opening,
+    encode,
+    read_prefix,
+)
+from forebay.store.wire.messages import Hello, Refused
+
+MAX_STAGING_BYTES = 1 << 30
+
+
+class Door:
+    """Accepts until ``close``. ``name``: of the abstract socket, without its leading zero byte."""
+
+    def __init__(self, server: DataServer, segment: Segment, secrets: auth.Secrets, registry: dict[int, Connection]) -> None:
+        self.name = f"forebay-holder-{random_bytes.token_hex(12)}"
+        self._server = server
+        self._segment = segment
+        self._secrets = secrets
+        self._registry = registry
+        self._numbers = -1  # Unix connections count downwards, TCP ones upwards
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        self._socket.bind("\0" + self.name)
+        self._socket.listen(128)
+        self._openings: set[asyncio.Task[None]] = set()
+        self._accepting = asyncio.create_task(self._accept())
+
+    async def close(self) -> None:
+        self._accepting.cancel()
+        for task in self._openings:
+            task.cancel()
+        await asyncio.gather(self._accepting, *self._openings, return_exceptions=True)
+        self._socket.close()
+
+    async def _accept(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            peer, _ = await loop.sock_accept(self._socket)
+            peer.setblocking(False)
+            task = asyncio.create_task(self._open(peer))
+            self._openings.add(task)
+            task.add_done_callback(self._openings.discard)
+
+    async def _open(self, peer: socket.socket) -> None:
+        """Let one client in, or close its socket."""
+        descriptors: list[int] = []
+        try:
+            async with asyncio.timeout(OPENING_S):
+                hello, staging = await self._exchange(peer, descriptors)
+            self._numbers -= 1
+            connection = Connection(self._server, self._numbers, self._registry, opened=hello)
+            connection.state = Peer(staging=staging)
+            await asyncio.get_running_loop().connect_accepted_socket(lambda: connection, peer)
+        except (OSError, TimeoutError, FrameError, auth.AuthError, asyncio.CancelledError) as error:
+            with contextlib.suppress(OSError):
+                peer.send(encode(Refused(str(error))))
+            peer.close()
+            if isinstance(error, asyncio.CancelledError):
+                raise
+        finally:
+            for fd in descriptors:
+                os.close(fd)
+
+    async def _exchange(self, peer: socket.socket, descriptors: list[int]) -> tuple[Hello, memoryview | None]:
+        given = auth.challenge()
+        peer.send(encode(given))
+        await _readable(peer)
+        data, received, _, _ = socket.recv_fds(peer, MAX_OPENING_BYTES, 4)
+        descriptors += received
+        if len(data) < PREFIX.size:
+            raise FrameError("a hello is due")
+        prefix = read_prefix(data, max_body=MAX_OPENING_BYTES)
+        hello = decode_opening(data[PREFIX.size :])
+        if not isinstance(hello, Hello) or prefix.body_bytes != len(data) - PREFIX.size:
+            raise FrameError("a hello is due")
+        self._server.admit(given, hello)
+        if not self._secrets and not _same_user(peer):
+            raise auth.AuthError("another user's process; give the store a secret")
+        staging = _map_staging(received[0]) if received else None
+        answer = auth.welcome(given, hello, self._secrets, self._server.epoch, self._segment.capacity)
+        socket.send_fds(peer, [encode(answer)], [self._segment.fd])
+        return hello, staging
+
+
+def _map_staging(fd: int) -> memoryview:
+    """Raises ``FrameError`` unless it is a memfd that its owner can no longer shrink under us (that would be a SIGBUS)."""
+    try:
+        sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
+    except OSError as error:
+        raise FrameError("staging memory must be a memfd") from error
+    size = os.fstat(fd).st_size
+    if not sealed or not 0 < size <= MAX_STAGING_BYTES:
+        raise FrameError(f"staging memory of {size} bytes, sealed: {bool(sealed)}; at most {MAX_STAGING_BYTES}, sealed")
+    return memoryview(mmap.mmap(fd, size))
+
+
+def _same_user(peer: socket.socket) -> bool:
+    _, uid, _ = struct.unpack("3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    return uid in (0, os.getuid())
+
+
+async def _readable(peer: socket.socket) -> None:
+    loop = asyncio.get_running_loop()
+    ready = loop.create_future()
+    loop.add_reader(peer.fileno(), lambda: None if ready.done() else ready.set_result(None))
+    try:
+        await ready
+    finally:
+        loop.remove_reader(peer.fileno())

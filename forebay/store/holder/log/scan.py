@@ -1,0 +1,73 @@
+"""A log file from its front, as far as it can be believed: used when a holder starts, and by fsck.
+
+A record whose head is damaged is skipped block by block; one that ends beyond the file is the torn tail of a write that was cut off.
+Values are not read here (a start would take as long as reading the whole log): a read checks its own.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from forebay.store.crc import crc32c
+from forebay.store.holder.log.files import Files, aligned_buffer
+from forebay.store.holder.log.record import BLOCK_BYTES, Head, Kind, RecordError, decode_graves, padded, read_head
+from forebay.store.wire.messages import Grave
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    position: int
+    head: Head
+    graves: list[Grave]
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """``bytes`` from ``position`` that are no good record; ``tail``: nothing good comes after."""
+
+    position: int
+    bytes: int
+    why: str
+    tail: bool
+
+
+def scan(files: Files, fd: int) -> Iterator[Found | Damage]:
+    """Raises ``OSError`` if the file cannot be read at all."""
+    size = files.size(fd)
+    block = memoryview(aligned_buffer(BLOCK_BYTES))
+    position, bad_from, why = 0, -1, ""
+    while position < size:
+        try:
+            found = _record_at(files, fd, block, position, size)
+        except RecordError as error:
+            bad_from, why = (position, str(error)) if bad_from < 0 else (bad_from, why)
+            position += BLOCK_BYTES
+            continue
+        if bad_from >= 0:
+            yield Damage(bad_from, position - bad_from, why, tail=False)
+            bad_from = -1
+        yield found
+        position += found.head.record_bytes
+    if bad_from >= 0:
+        yield Damage(bad_from, size - bad_from, why, tail=True)
+
+
+def value_is_good(files: Files, fd: int, found: Found) -> bool:
+    """Read a whole value and check its CRC32C."""
+    buffer = memoryview(aligned_buffer(padded(found.head.value_bytes)))
+    count = files.read(fd, buffer[: padded(found.head.value_bytes)], found.position + BLOCK_BYTES)
+    length = found.head.value_bytes
+    return count >= length and crc32c(buffer[:length]) == found.head.value_crc
+
+
+def _record_at(files: Files, fd: int, block: memoryview, position: int, size: int) -> Found:
+    head = read_head(block[: files.read(fd, block, position)])
+    if position + head.record_bytes > size:
+        raise RecordError("cut off within its value")
+    if head.kind is Kind.VALUE:
+        return Found(position, head, [])
+    buffer = memoryview(aligned_buffer(head.value_bytes))
+    files.read(fd, buffer[: padded(head.value_bytes)], position + BLOCK_BYTES)
+    value = buffer[: head.value_bytes]
+    if crc32c(value) != head.value_crc:
+        raise RecordError("graves: the checksum does not match")
+    return Found(position, head, decode_graves(value))

@@ -1,0 +1,299 @@
+"""One holder: its parts, and how they come and go.
+
+    master <--link--> Holder --memory, segment--> DataServer <--TCP, Door--> clients
+                         '--writer--> SsdLog <--reads-- (get, promotion)
+
+It serves only while it is registered and its loop has not stood still for longer than a lease (rule S6).
+"""
+
+import asyncio
+import contextlib
+import secrets as random_bytes
+import time
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+
+from forebay.store.address import Address, this_machine
+from forebay.store.holder.data import DataServer, Receipt
+from forebay.store.holder.door import Door
+from forebay.store.holder.log.files import Directory, Files, Lock
+from forebay.store.holder.log.index import covers
+from forebay.store.holder.log.log import SsdLog
+from forebay.store.holder.master_link import MasterLink
+from forebay.store.holder.memory import Entry, Memory
+from forebay.store.holder.promoter import Promoter
+from forebay.store.holder.reads import LogReads
+from forebay.store.holder.segment import Segment
+from forebay.store.holder.writer import Append, BuryJob, ForgetJob, Fsync, LogWriter, Report
+from forebay.store.wire import auth
+from forebay.store.wire.connection import Connection, watch
+from forebay.store.wire.messages import (
+    Beat,
+    Buried,
+    Bury,
+    Dropped,
+    Forget,
+    Grave,
+    HeldMemory,
+    HeldSsd,
+    MasterToHolder,
+    Persisted,
+    Promote,
+    Register,
+    Registered,
+    Retire,
+    Serving,
+)
+
+BEAT_S = 0.5
+DRAIN_S = 10.0
+
+
+class HolderError(Exception):
+    """The holder cannot start; one line that says why and what to do."""
+
+
+@dataclass(frozen=True)
+class HolderConfig:
+    """``dram`` and ``ssd_bytes`` in bytes. ``ssd``: directory of the log, None for DRAM only."""
+
+    master: Address
+    listen: Address
+    dram: int
+    ssd: Path | None = None
+    ssd_bytes: int = 0
+    fsync: Fsync = Fsync.BATCH
+
+
+class Holder:
+    """``await start()``, then it serves until ``await stop()``."""
+
+    def __init__(self, config: HolderConfig, secrets: auth.Secrets | None = None, files: Files | None = None) -> None:
+        self.config = config
+        self.address = config.listen
+        self.instance = uuid.uuid4().hex
+        self.token_key = random_bytes.token_bytes(32)
+        self.lease_s = 5.0
+        self.serving = False
+        self.why_not = "starting"
+        self._secrets = secrets or auth.Secrets()
+        self._files = files
+        self._connections: dict[int, Connection] = {}
+        self._numbers = 0
+        self._beaten = time.monotonic()
+        self._kept_graves: list[Grave] = []  # without a log
+        self._receipts: dict[int, Receipt] = {}  # by id of entry
+        self._was_broken = False
+        self._lock: Lock | None = None
+        self.log: SsdLog | None = None
+        self._writer: LogWriter | None = None
+        self._reads: LogReads | None = None
+        self._promoter: Promoter | None = None
+        self._door: Door | None = None
+        self._server: asyncio.Server | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+
+    # ------------------------------------------------------------------------------------------ life
+
+    async def start(self) -> None:
+        """Raises ``HolderError``, ``SegmentError`` or ``OSError``."""
+        loop = self._loop = asyncio.get_running_loop()
+        self.name = uuid.uuid4().hex
+        if self.config.ssd is not None:
+            await loop.run_in_executor(None, self._open_log, self.config.ssd)
+        self.segment = await loop.run_in_executor(None, Segment, self.config.dram)
+        self.memory = Memory(self.segment)
+        self._link = MasterLink(self.config.master, self._secrets.of(auth.HOLDER_TENANT), self)
+        if self.log is not None:
+            self._writer = LogWriter(self.log, self.config.fsync, self._report)
+            self._reads = LogReads(self.log)
+            self._promoter = Promoter(self.memory, self.segment, self._reads, self._link, self)
+        self.data = DataServer(self, self._reads, self._promoter, self._secrets)
+        self._server = await loop.create_server(self._accept, self.address.host, self.address.port, backlog=1024)
+        self.address = Address(self.address.host, self._server.sockets[0].getsockname()[1])
+        if self._secrets.tenants <= 1:
+            self._door = Door(self.data, self.segment, self._secrets, self._connections)
+        self._tasks = [
+            asyncio.create_task(self._link.run()),
+            asyncio.create_task(self._beat()),
+            asyncio.create_task(watch(self._connections)),
+        ]
+
+    async def stop(self) -> None:
+        """Stop serving, write what the log has not got yet (at most ``DRAIN_S``), let everything go."""
+        self.serving = False
+        if self._door is not None:
+            await self._door.close()
+        if self._server is not None:
+            self._server.close()
+        for task in self._tasks:
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+        for connection in list(self._connections.values()):
+            connection.abort()
+        if self._server is not None:
+            await self._server.wait_closed()
+        if self._promoter is not None:
+            await self._promoter.close()
+        loop = asyncio.get_running_loop()
+        if self._writer is not None:
+            await loop.run_in_executor(None, self._writer.close, DRAIN_S)
+        if self._reads is not None:
+            await loop.run_in_executor(None, self._reads.close)
+        if self.log is not None:
+            self.log.close()
+        if self._lock is not None:
+            self._lock.release()
+        await asyncio.sleep(0)  # aborted connections let go of the segment
+        with contextlib.suppress(BufferError):  # a transport may still hold a view; the memory goes with it
+            self.segment.close()
+
+    def _open_log(self, directory: Path) -> None:
+        try:
+            self._lock = Lock(directory)
+        except BlockingIOError as error:
+            raise HolderError(f"SSD directory {directory} is in use by another holder; give each its own") from error
+        named = directory / "name"
+        if named.exists():
+            self.name = named.read_text().strip()
+        else:
+            named.write_text(self.name)
+        self.log = SsdLog(self._files or Directory(directory), self.config.ssd_bytes)
+
+    def _accept(self) -> Connection:
+        self._numbers += 1
+        return Connection(self.data, self._numbers, self._connections)
+
+    async def _beat(self) -> None:
+        while True:
+            now = time.monotonic()
+            self._check_stood_still(now)
+            self._beaten = now
+            used = self.log.used_bytes if self.log is not None else 0
+            state = self._writer.state if self._writer is not None else "none"
+            self._link.send(Beat(used, state, state == "ok"))
+            await asyncio.sleep(BEAT_S)
+
+    # ------------------------------------------------------------------------------------------ Keeper
+
+    def awake(self, now: float) -> bool:
+        self._check_stood_still(now)
+        return self.serving
+
+    def waits_for_log(self) -> bool:
+        return self.log is not None and self.config.fsync is Fsync.ALWAYS
+
+    def written(self, entry: Entry, done: Receipt | None) -> None:
+        if self._writer is None:
+            return
+        if done is not None and id(entry) in done.missing:
+            self._receipts[id(entry)] = done
+        entry.logging = True
+        self._writer.submit(Append(entry, self.segment.data(entry.offset, entry.length)))
+
+    def length_of(self, tenant: str, key: bytes) -> int | None:
+        return self.log.newest_length(tenant, key) if self.log is not None else None
+
+    def _check_stood_still(self, now: float) -> None:
+        """Rule S6: if leases may have run out while we were not looking, we register again before we serve."""
+        if self.serving and now - self._beaten > self.lease_s:
+            self.serving, self.why_not = False, "stood still for longer than a lease"
+            self._link.reconnect()
+
+    # ------------------------------------------------------------------------------------------ LinkOwner
+
+    def register(self) -> Register:
+        highest = max((entry.stamp for entry in self.memory), default=0)
+        return Register(
+            self.name,
+            self.instance,
+            self.address.host,
+            self.address.port,
+            self._door.name if self._door is not None else "",
+            this_machine(),
+            self.segment.capacity,
+            self.config.ssd_bytes if self.log is not None else 0,
+            max(highest, self.log.highest_generation if self.log is not None else 0),
+        )
+
+    def registered(self, message: Registered) -> None:
+        self.token_key, self.lease_s = message.token_key, message.lease_s
+
+    def inventory(self) -> tuple[list[HeldMemory], list[HeldSsd], list[Grave]]:
+        memory = [
+            HeldMemory(one.tenant, one.key, one.generation, one.length, one.offset, one.stamp, one.buried)
+            for one in self.memory
+            if one.live
+        ]
+        if self.log is None:
+            return memory, [], list(self._kept_graves)
+        return memory, self.log.entries(), list(self.log.kept_graves)
+
+    def from_master(self, message: MasterToHolder) -> None:
+        match message:
+            case Retire(ranges):
+                for offset, stamp in ranges:
+                    self.memory.retire(offset, stamp)
+            case Bury():
+                self._bury(message)
+            case Forget(behalf):
+                self._kept_graves = [grave for grave in self._kept_graves if grave.behalf != behalf]
+                if self._writer is not None:
+                    self._writer.submit(ForgetJob(behalf))
+            case Promote(task, tenant, key):
+                if self._promoter is not None:
+                    self._promoter.run(task, tenant, key)
+            case Serving():
+                self._beaten = time.monotonic()
+                self.serving, self.why_not = True, ""
+
+    def master_lost(self, why: str) -> None:
+        self.serving, self.why_not = False, why
+
+    def _bury(self, message: Bury) -> None:
+        for grave in message.graves:
+            if not grave.behalf:
+                for entry in self.memory.of(grave.tenant, grave.key):
+                    if covers(grave, entry.generation):
+                        entry.buried = True
+        if self._writer is not None:
+            self._writer.submit(BuryJob(message.op, message.graves))
+            return
+        self._kept_graves += [grave for grave in message.graves if grave.behalf and grave not in self._kept_graves]
+        if message.op:
+            self._link.send(Buried(message.op))
+
+    # ------------------------------------------------------------------------------------------ reports of the log
+
+    def _report(self, report: Report) -> None:
+        """Called in the writer's thread."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed: we are ending
+            self._loop.call_soon_threadsafe(self._reported, report)
+
+    def _reported(self, report: Report) -> None:
+        for entries, logged in ((report.logged, True), (report.failed, False)):
+            for entry in entries:
+                entry.logging = False
+                receipt = self._receipts.pop(id(entry), None)
+                if receipt is not None:
+                    receipt.settle(entry, logged)
+        if report.lost:
+            self._link.send(Dropped(report.lost))
+        if report.logged:
+            held = [HeldSsd(one.tenant, one.key, one.generation, one.length) for one in report.logged]
+            self._link.send(Persisted(held))
+        for op in report.buried:
+            self._link.send(Buried(op))
+        if report.state == "ok" and self._was_broken:
+            self._log_what_is_missing()
+        self._was_broken = report.state != "ok"
+
+    def _log_what_is_missing(self) -> None:
+        """The disk works again: what came meanwhile is logged now."""
+        assert self.log is not None
+        for entry in self.memory:
+            logged = entry.logging or self.log.has(entry.tenant, entry.key, entry.generation)
+            if entry.live and not entry.buried and not logged and entry.crc:
+                self.written(entry, None)

@@ -1,0 +1,118 @@
+"""The master as a process: an event loop that feeds connections' frames and the clock to the state machine.
+
+One thread, no locks: whatever a message needs, it gets in one step. Effects go out in order.
+"""
+
+import asyncio
+import contextlib
+import secrets as random_bytes
+import time
+from collections.abc import Sequence
+
+from forebay.store.address import Address
+from forebay.store.master.machine import Connected, Disconnected, Event, FromClient, FromHolder, Master, Ticked
+from forebay.store.master.records import Close, MasterConfig
+from forebay.store.wire import auth
+from forebay.store.wire.connection import Connection, watch
+from forebay.store.wire.frames import (
+    FrameError,
+    Prefix,
+    decode_client_to_master,
+    decode_holder_to_master,
+    encode,
+)
+from forebay.store.wire.messages import Challenge, Hello, Role, Welcome
+
+TICK_S = 0.05
+MAX_CONNECTIONS = 10_000
+
+
+class MasterServer:
+    """``await start()``, then it serves until ``await stop()``. ``address`` has the real port after the start."""
+
+    def __init__(self, config: MasterConfig, listen: Address, secrets: auth.Secrets | None = None) -> None:
+        self.address = listen
+        self._secrets = secrets or auth.Secrets()
+        wall_ms = time.time_ns() // 1_000_000
+        self.machine = Master(
+            config,
+            time.monotonic(),
+            epoch=time.time_ns() >> 10,
+            first_generation=wall_ms << 20,  # above all earlier masters' unless the wall clock jumped back; inventories then help
+            secret=random_bytes.token_bytes(32),
+        )
+        self._connections: dict[int, Connection] = {}
+        self._numbers = 0
+        self._server: asyncio.Server | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def start(self) -> None:
+        """Raises ``OSError`` if the address cannot be listened on."""
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_server(self._accept, self.address.host, self.address.port, backlog=1024)
+        self.address = Address(self.address.host, self._server.sockets[0].getsockname()[1])
+        self._tasks = [asyncio.create_task(self._tick()), asyncio.create_task(watch(self._connections))]
+
+    async def stop(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+        if self._server is not None:
+            self._server.close()
+            for connection in list(self._connections.values()):
+                connection.abort()
+            await self._server.wait_closed()
+
+    def _accept(self) -> Connection:
+        self._numbers += 1
+        connection = Connection(self, self._numbers, self._connections)
+        if len(self._connections) >= MAX_CONNECTIONS:
+            asyncio.get_running_loop().call_soon(connection.drop, f"more than {MAX_CONNECTIONS} connections")
+        return connection
+
+    # ------------------------------------------------------------------------------------------ Handler
+
+    def opened(self, connection: Connection, given: Challenge, hello: Hello) -> Welcome:
+        auth.verify_hello(given, hello, self._secrets)
+        self._step(Connected(connection.number, hello.tenant))
+        return auth.welcome(given, hello, self._secrets, self.machine.state.epoch)
+
+    def frame(self, connection: Connection, body: memoryview, prefix: Prefix) -> Sequence[memoryview]:
+        assert connection.peer is not None
+        if prefix.payload_bytes:
+            raise FrameError("a master takes no payload")
+        if connection.peer.role is Role.HOLDER:
+            self._step(FromHolder(connection.number, decode_holder_to_master(body)))
+            return ()
+        message = decode_client_to_master(body)
+        now = time.monotonic()
+        quick = self.machine.answer(now, connection.number, message)
+        if quick is not None:
+            connection.answer(quick)
+        else:
+            self._step(FromClient(connection.number, message))
+        return ()
+
+    def payload(self, connection: Connection) -> None:
+        raise AssertionError("a master takes no payload")
+
+    def closed(self, connection: Connection) -> None:
+        self._step(Disconnected(connection.number))
+
+    # ------------------------------------------------------------------------------------------ machine
+
+    def _step(self, event: Event) -> None:
+        for effect in self.machine.step(time.monotonic(), event):
+            connection = self._connections.get(effect.session)
+            if connection is None:
+                continue
+            if isinstance(effect, Close):
+                connection.drop(effect.reason)
+            else:
+                connection.send(encode(effect.message))
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            self._step(Ticked())

@@ -1,0 +1,227 @@
+"""One contract for everything that may stand behind `backend.PageStore`, and what is special to each."""
+
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from store_cluster import cluster, wait_for
+
+from forebay.store.backend import GetItem, PageStore, PutItem, Status
+from forebay.store.backends import StoreURLError, open_store
+from forebay.store.backends.directory import DirectoryStore
+from forebay.store.backends.embedded import EmbeddedStore
+from forebay.store.backends.forebay import ForebayStore
+
+PAGE = 70_000
+T = 10.0
+
+
+@contextlib.contextmanager
+def made(kind: str, path: Path) -> Iterator[PageStore]:
+    if kind == "file":
+        yield DirectoryStore(path, 1 << 30)
+    elif kind == "embedded":
+        store = EmbeddedStore(path, 16 << 20, 1 << 30)
+        try:
+            yield store
+        finally:
+            store.close()
+    else:
+        with cluster() as nodes:
+            nodes.holder(ssd=path)
+            yield ForebayStore(nodes.client(allow_local=kind == "forebay-local"))
+
+
+@pytest.fixture(params=["file", "forebay-local", "forebay-tcp", "embedded"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[PageStore]:
+    with made(request.param, tmp_path / "store") as one:
+        yield one
+
+
+def put(store: PageStore, key: bytes, value: bytes) -> Status:
+    return store.put_from([PutItem(key, value)], T)[0]
+
+
+def get(store: PageStore, key: bytes, length: int, offset: int = 0) -> bytes | Status:
+    buffer = bytearray(length)
+    status = store.get_into([GetItem(key, offset, length, buffer)], T)[0]
+    return bytes(buffer) if status is Status.OK else status
+
+
+def test_what_was_put_is_got_whole_and_in_part_item_by_item(store: PageStore) -> None:
+    values = {b"key-%d" % index: os.urandom(PAGE + index) for index in range(10)}
+    assert store.put_from([PutItem(key, value) for key, value in values.items()], T) == [Status.OK] * 10
+    assert all(get(store, key, len(value)) == value for key, value in values.items())
+    assert get(store, b"key-3", 100, offset=5000) == values[b"key-3"][5000:5100]
+    buffers = [bytearray(10) for _ in range(3)]
+    items = [GetItem(key, 0, 10, buffer) for key, buffer in zip([b"key-1", b"none", b"key-2"], buffers, strict=True)]
+    assert store.get_into(items, T) == [Status.OK, Status.NOT_FOUND, Status.OK]
+    assert bytes(buffers[2]) == values[b"key-2"][:10]
+
+
+def test_an_equal_put_exists_and_another_length_replaces(store: PageStore) -> None:
+    assert put(store, b"k", b"a" * PAGE) is Status.OK
+    assert put(store, b"k", b"a" * PAGE) is Status.EXISTS
+    assert put(store, b"k", b"b" * (PAGE + 1)) is Status.OK
+    assert get(store, b"k", PAGE + 1) == b"b" * (PAGE + 1)
+
+
+def test_any_contiguous_buffer_will_do_and_a_longer_one_is_filled_in_front(store: PageStore) -> None:
+    import numpy as np
+
+    source = np.arange(PAGE, dtype=np.float32)
+    assert store.put_from([PutItem(b"array", source.reshape(100, -1))], T) == [Status.OK]
+    target = np.zeros(PAGE + 5, dtype=np.float32)
+    assert store.get_into([GetItem(b"array", 0, PAGE * 4, target)], T) == [Status.OK]
+    assert np.array_equal(target[:PAGE], source) and not target[PAGE:].any()
+
+
+def test_what_cannot_be_is_invalid_and_harms_nothing_else(store: PageStore) -> None:
+    put(store, b"k", b"x" * 100)
+    assert put(store, b"", b"x") is Status.INVALID
+    assert put(store, b"empty", b"") is Status.INVALID
+    assert put(store, b"k" * 5000, b"x") is Status.INVALID
+    assert get(store, b"k", 101) is Status.INVALID, "longer than the object"
+    assert get(store, b"k", 100, offset=1) is Status.INVALID
+    assert store.get_into([GetItem(b"k", 0, 100, b"x" * 100)], T) == [Status.INVALID], "a buffer that cannot be written"
+    assert store.get_into([GetItem(b"k", 0, 100, bytearray(99))], T) == [Status.INVALID], "a buffer that is too short"
+    assert get(store, b"k", 100) == b"x" * 100
+
+
+def test_match_prefix_counts_leading_keys_of_which_every_part_is_there(store: PageStore) -> None:
+    for key in (b"1a", b"1b", b"2a", b"2b", b"3a", b"4a", b"4b"):
+        assert put(store, key, b"page") is Status.OK
+    assert store.match_prefix([b"1", b"2", b"3", b"4"], [b"a", b"b"], hint=False, timeout_s=T) == 2
+    assert store.match_prefix([b"1a", b"2a", b"3a"], [b""], hint=True, timeout_s=T) == 3
+    assert store.match_prefix([b"9"], [b"a"], hint=False, timeout_s=T) == 0
+    assert store.match_prefix([], [b"a"], hint=False, timeout_s=T) == 0
+
+
+def test_many_threads_may_use_it_at_once(store: PageStore) -> None:
+    wrong: list[object] = []
+
+    def work(name: int) -> None:
+        for index in range(12):
+            key, value = b"%d-%d" % (name, index), bytes([name * 16 + index]) * PAGE
+            status = put(store, key, value)
+            if status is not Status.OK or get(store, key, PAGE) != value:
+                wrong.append((key, status))
+
+    threads = [threading.Thread(target=work, args=(name,)) for name in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+def test_health_says_that_it_is_well(store: PageStore) -> None:
+    assert store.health().ok, store.health()
+
+
+# ---------------------------------------------------------------------------------------------- the directory
+
+
+def files(path: Path) -> list[Path]:
+    return sorted(path.glob("??/??/*.page"))
+
+
+def test_directory_keeps_its_size_by_least_recent_use_and_over_a_restart(tmp_path: Path) -> None:
+    store = DirectoryStore(tmp_path, 10 * 1100)
+    for index in range(9):
+        assert put(store, b"%d" % index, bytes(1000)) is Status.OK
+    assert get(store, b"0", 1000) == bytes(1000)
+    store = DirectoryStore(tmp_path, 10 * 1100)
+    for index in range(9, 14):
+        assert put(store, b"%d" % index, bytes(1000)) is Status.OK
+    assert get(store, b"0", 1000) == bytes(1000) and get(store, b"1", 1000) is Status.NOT_FOUND
+    assert sum(path.stat().st_size for path in files(tmp_path)) <= 10 * 1100
+
+
+def test_directory_a_damaged_or_foreign_file_is_a_miss_and_goes(tmp_path: Path) -> None:
+    store = DirectoryStore(tmp_path, 1 << 20)
+    for change in (lambda data: data[:-1], lambda data: b"", lambda data: data[:60] + b"?" + data[61:]):
+        assert put(store, b"k", bytes(1000)) is Status.OK
+        path = files(tmp_path)[0]
+        path.write_bytes(change(path.read_bytes()))
+        assert get(store, b"k", 1000) is Status.CHECKSUM
+        assert files(tmp_path) == []
+
+
+def test_directory_a_file_that_cannot_be_removed_does_not_wedge_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """B14."""
+    store = DirectoryStore(tmp_path, 5 * 1100)
+    for index in range(5):
+        put(store, b"%d" % index, bytes(1000))
+    oldest = store._path(b"0").name
+    unlink = Path.unlink
+
+    def stubborn(self: Path, missing_ok: bool = False) -> None:
+        if self.name == oldest:
+            raise PermissionError(1, "Operation not permitted")
+        unlink(self, missing_ok=missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", stubborn)
+    assert [put(store, b"new-%d" % index, bytes(1000)) for index in range(5)] == [Status.OK] * 5
+
+
+def test_directory_leaves_the_free_space_alone(tmp_path: Path) -> None:
+    store = DirectoryStore(tmp_path, 1 << 30, free=1 << 60)
+    assert put(store, b"k", b"x") is Status.NO_SPACE
+
+
+def test_directory_sweeps_what_dead_processes_left_half_written(tmp_path: Path) -> None:
+    DirectoryStore(tmp_path, 1 << 20)
+    dead, ours = tmp_path / "tmp" / "999999999-0", tmp_path / "tmp" / f"{os.getpid()}-0"
+    dead.write_bytes(b"half")
+    ours.write_bytes(b"half")
+    DirectoryStore(tmp_path, 1 << 20)
+    assert not dead.exists() and ours.exists()
+
+
+# ---------------------------------------------------------------------------------------------- embedded
+
+
+def test_embedded_is_warm_after_a_restart_though_nothing_waited_for_the_disk(tmp_path: Path) -> None:
+    store = EmbeddedStore(tmp_path, 16 << 20, 1 << 30)
+    values = [os.urandom(PAGE) for _ in range(50)]
+    assert store.put_from([PutItem(b"%d" % index, value) for index, value in enumerate(values)], T) == [Status.OK] * 50
+    pid = store.pid
+    store.close()
+    assert not Path(f"/proc/{pid}").exists()
+    store = EmbeddedStore(tmp_path, 16 << 20, 1 << 30)
+    assert [get(store, b"%d" % index, PAGE) for index in range(50)] == values
+    store.close()
+
+
+def test_embedded_a_second_server_takes_a_sub_directory(tmp_path: Path) -> None:
+    first = EmbeddedStore(tmp_path, 8 << 20, 64 << 20)
+    second = EmbeddedStore(tmp_path, 8 << 20, 64 << 20)
+    assert first.directory == tmp_path and second.directory == tmp_path / "server-2"
+    assert put(second, b"k", b"v") is Status.OK and get(first, b"k", 1) is Status.NOT_FOUND
+    second.close()
+    first.close()
+
+
+def test_embedded_a_killed_child_is_statuses_and_bad_health_not_exceptions(tmp_path: Path) -> None:
+    store = EmbeddedStore(tmp_path, 8 << 20, 64 << 20)
+    put(store, b"k", b"v")
+    os.kill(store.pid, signal.SIGKILL)
+    wait_for(lambda: not store.health().ok)
+    assert store.get_into([GetItem(b"k", 0, 1, bytearray(1))], 0.5)[0] in (Status.UNAVAILABLE, Status.TIMEOUT)
+    assert store.put_from([PutItem(b"k", b"v")], 0.5)[0] in (Status.UNAVAILABLE, Status.TIMEOUT)
+    assert store.match_prefix([b"k"], [b""], hint=False, timeout_s=0.5) == 0
+    store.close()
+
+
+def test_store_urls(tmp_path: Path) -> None:
+    assert open_store("none") is None
+    directory = open_store(f"file:{tmp_path}?size=1MiB&free=1KiB")
+    assert isinstance(directory, DirectoryStore)
+    for bad in ("redis://x", "file:x?sice=1", "file:x?size=0", "forebay://nowhere", "forebay://127.0.0.1:1"):
+        with pytest.raises(StoreURLError):
+            open_store(bad)

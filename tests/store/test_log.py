@@ -1,0 +1,398 @@
+"""The SSD log: what was logged is read back after any restart, what was buried never is, and a damaged byte is a miss (DESIGN 5)."""
+
+import errno
+import os
+import queue
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from store_cluster import wait_for
+
+from forebay.store.crc import crc32c
+from forebay.store.holder.log.files import Directory, Lock, aligned_buffer
+from forebay.store.holder.log.log import Item, LogFull, SsdLog
+from forebay.store.holder.log.record import BLOCK_BYTES, Head, Kind, RecordError, padded, read_head, write_head
+from forebay.store.holder.log.scan import Damage, Found, scan
+from forebay.store.holder.memory import Entry
+from forebay.store.holder.writer import Append, BuryJob, Fsync, LogWriter, Report
+from forebay.store.wire.messages import Grave
+
+MIB = 1 << 20
+TENANT = "t"
+
+
+class FailingFiles(Directory):
+    """A real directory whose writes can be made to fail. ``left``: writes until then, None = never."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.error = 0
+        self.left: int | None = None
+        self.torn = False
+
+    def write(self, fd: int, data: memoryview, at: int) -> None:
+        if self.error and (self.left is None or self.left <= 0):
+            if self.torn and len(data) > BLOCK_BYTES:
+                super().write(fd, data[: len(data) // 2 & -BLOCK_BYTES], at)
+            raise OSError(self.error, os.strerror(self.error))
+        if self.left is not None:
+            self.left -= 1
+        super().write(fd, data, at)
+
+
+def item(key: bytes, value: bytes, generation: int) -> Item:
+    return Item(TENANT, key, generation, crc32c(value), memoryview(value))
+
+
+def read(log: SsdLog, key: bytes, generation: int, size: int = 4 * MIB) -> bytes | None:
+    buffer = memoryview(aligned_buffer(size))
+    length = log.read(TENANT, key, generation, buffer)
+    return None if length is None else bytes(buffer[:length])
+
+
+def reopened(log: SsdLog, path: Path, capacity: int = 1 << 30) -> SsdLog:
+    log.close()
+    return SsdLog(Directory(path), capacity)
+
+
+def test_records_are_read_back_before_and_after_a_restart(tmp_path: Path) -> None:
+    log = SsdLog(Directory(tmp_path), 1 << 30)
+    values = {b"k%d" % index: os.urandom(1 + index * 5000) for index in range(20)}
+    assert all(log.append([item(key, value, index + 1) for index, (key, value) in enumerate(values.items())]))
+    for again in range(2):
+        for index, (key, value) in enumerate(values.items()):
+            assert read(log, key, index + 1) == value, (again, key)
+        log = reopened(log, tmp_path)
+    assert log.highest_generation == 20 and log.cut_bytes == 0
+    log.close()
+
+
+def test_a_head_is_refused_for_every_flipped_byte() -> None:
+    block = memoryview(bytearray(BLOCK_BYTES))
+    head = Head(Kind.VALUE, 7, 100, 9, TENANT, b"key")
+    write_head(head, block)
+    assert read_head(block) == head
+    used = 36 + len(TENANT) + 3
+    for at in range(used):
+        block[at] ^= 1
+        with pytest.raises(RecordError):
+            read_head(block)
+        block[at] ^= 1
+
+
+def test_a_removed_key_does_not_come_back_and_a_replaced_one_not_with_old_bytes(tmp_path: Path) -> None:
+    log = SsdLog(Directory(tmp_path), 1 << 30)
+    log.append([item(b"gone", b"x" * 100, 1), item(b"new", b"old" * 50, 2), item(b"stays", b"s", 3)])
+    log.bury([Grave(TENANT, b"gone", 1)])
+    log.append([item(b"new", b"fresh", 4)])
+    log.bury([Grave(TENANT, b"new", 2)])
+    log = reopened(log, tmp_path)
+    assert read(log, b"gone", 1) is None and read(log, b"new", 2) is None
+    assert read(log, b"new", 4) == b"fresh" and read(log, b"stays", 3) == b"s"
+    log.close()
+
+
+def test_a_put_that_was_given_up_leaves_the_older_bytes_as_they_were(tmp_path: Path) -> None:
+    log = SsdLog(Directory(tmp_path), 1 << 30)
+    log.append([item(b"k", b"older", 1), item(b"k", b"given up", 2)])
+    log.bury([Grave(TENANT, b"k", 2, exact=True)])
+    log = reopened(log, tmp_path)
+    assert read(log, b"k", 1) == b"older" and read(log, b"k", 2) is None
+    log.close()
+
+
+@pytest.mark.parametrize("cut", [1, BLOCK_BYTES - 1, BLOCK_BYTES, 2 * BLOCK_BYTES + 7])
+def test_a_torn_tail_is_cut_and_everything_before_it_kept(tmp_path: Path, cut: int) -> None:
+    log = SsdLog(Directory(tmp_path), 1 << 30)
+    for index in range(5):
+        log.append([item(b"k%d" % index, bytes([index]) * 9000, index + 1)])
+    log.close()
+    file = next(tmp_path.glob("*.log"))
+    os.truncate(file, file.stat().st_size - cut)
+    log = SsdLog(Directory(tmp_path), 1 << 30)
+    assert [read(log, b"k%d" % index, index + 1) is not None for index in range(5)] == [True] * 4 + [False]
+    assert log.cut_bytes > 0 and file.stat().st_size == 4 * (BLOCK_BYTES + padded(9000))
+    log.close()
+
+
+def test_a_flipped_bit_in_a_value_is_a_miss_and_its_neighbours_are_fine(tmp_path: Path) -> None:
+    log = SsdLog(Directory(tmp_path), 1 << 30)
+    log.append([item(b"k%d" % index, bytes([index]) * 9000, index + 1) for index in range(3)])
+    log.close()
+    file = next(tmp_path.glob("*.log"))
+    data = bytearray(file.read_bytes())
+    data[BLOCK_BYTES + padded(9000) + BLOCK_BYTES + 4000] ^= 4
+    file.write_bytes(data)
+    log = SsdLog(Directory(tmp_path), 1 << 30)
+    assert [read(log, b"k%d" % index, index + 1) is not None for index in range(3)] == [True, False, True]
+    assert not log.has(TENANT, b"k1", 2), "it is not listed any more"
+    log.close()
+
+
+def test_a_damaged_head_hides_its_record_but_not_those_behind_it(tmp_path: Path) -> None:
+    files = Directory(tmp_path)
+    log = SsdLog(files, 1 << 30)
+    log.append([item(b"k%d" % index, bytes([index + 1]) * 9000, index + 1) for index in range(3)])
+    log.close()
+    file = next(tmp_path.glob("*.log"))
+    data = bytearray(file.read_bytes())
+    data[BLOCK_BYTES + padded(9000) + 2] ^= 4
+    file.write_bytes(data)
+    fd = files.open(1)
+    found = list(scan(files, fd))
+    files.close(fd)
+    assert [type(one) for one in found] == [Found, Damage, Found]
+    log = SsdLog(files, 1 << 30)
+    assert [read(log, b"k%d" % index, index + 1) is not None for index in range(3)] == [True, False, True]
+    log.close()
+
+
+def test_the_size_is_kept_by_whole_files_in_order_of_use_and_hot_records_are_moved(tmp_path: Path) -> None:
+    capacity = 32 * MIB
+    log = SsdLog(Directory(tmp_path), capacity)
+    lost: list[bytes] = []
+    for index in range(60):
+        value = bytes([index]) * (MIB - BLOCK_BYTES)
+        lost += [entry.key for entry in log.make_room(MIB)]
+        assert log.append([item(b"k%02d" % index, value, index + 1)]) == [True]
+        assert log.used_bytes <= capacity
+        read(log, b"k00", 1)
+    assert read(log, b"k00", 1) == bytes(MIB - BLOCK_BYTES), "read all the time: moved from file to file"
+    assert lost == sorted(lost) and len(lost) >= 28, "the others went in order of age"
+    assert all(read(log, key, int(key[1:]) + 1) is None for key in lost)
+    kept = sorted(entry.key for entry in log.entries())
+    log = reopened(log, tmp_path, capacity)
+    assert sorted(entry.key for entry in log.entries()) == kept
+    log.close()
+
+
+def test_a_tombstone_outlives_its_file_while_an_older_record_may_remain(tmp_path: Path) -> None:
+    log = SsdLog(Directory(tmp_path), 12 * MIB)
+    assert log.file_bytes == 4 * MIB
+    log.append([item(b"victim", b"v" * 100, 1)])
+    log.append([item(b"pad1", bytes(4 * MIB - 100_000), 2)])  # file 1 is full
+    log.bury([Grave(TENANT, b"victim", 1)])
+    log.append([item(b"pad2", bytes(4 * MIB - 100_000), 3)])  # file 2 has the tombstone
+    read(log, b"pad1", 2)  # file 1 is in use, file 2 goes first
+    log.append([item(b"pad3", bytes(2 * MIB), 4)])
+    read(log, b"pad1", 2)
+    log.make_room(4 * MIB)
+    assert not log.has(TENANT, b"pad2", 3) and log.has(TENANT, b"pad1", 2), "the file of the tombstone was evicted before the record's"
+    log = reopened(log, tmp_path, 12 * MIB)
+    assert not log.has(TENANT, b"victim", 1)
+    log.close()
+
+
+def test_a_reader_keeps_its_file_until_it_is_done(tmp_path: Path) -> None:
+    class Slow(Directory):
+        during: Callable[[], object] | None = None
+
+        def read(self, fd: int, into: memoryview, at: int) -> int:
+            during, self.during = self.during, None
+            if during is not None:
+                during()
+            return super().read(fd, into, at)
+
+    files = Slow(tmp_path)
+    log = SsdLog(files, 1 << 30)
+    log.append([item(b"k", b"v" * 5000, 1)])
+    files.during = log.drop_oldest
+    assert read(log, b"k", 1) == b"v" * 5000 and list(tmp_path.glob("*.log")) == []
+    assert read(log, b"k", 1) is None
+    log.close()
+
+
+def test_a_record_larger_than_the_log_is_refused(tmp_path: Path) -> None:
+    log = SsdLog(Directory(tmp_path), 8 * MIB)
+    with pytest.raises(LogFull):
+        log.make_room(9 * MIB)
+    log.close()
+
+
+def test_a_directory_in_use_is_not_given_twice(tmp_path: Path) -> None:
+    lock = Lock(tmp_path)
+    with pytest.raises(BlockingIOError):
+        Lock(tmp_path)
+    lock.release()
+    Lock(tmp_path).release()
+
+
+# ---------------------------------------------------------------------------------------------- the writing thread
+
+
+class Desk:
+    """A LogWriter and the reports it makes."""
+
+    def __init__(self, files: Directory, fsync: Fsync = Fsync.BATCH, capacity: int = 1 << 30) -> None:
+        self.log = SsdLog(files, capacity)
+        self.reports: queue.SimpleQueue[Report] = queue.SimpleQueue()
+        self.logged: list[bytes] = []
+        self.failed: list[bytes] = []
+        self.buried: list[int] = []
+        self.lost: list[bytes] = []
+        self.state = "ok"
+        self.writer = LogWriter(self.log, fsync, self.reports.put)
+
+    def append(self, key: bytes, value: bytes, generation: int) -> Entry:
+        entry = Entry(TENANT, key, generation, generation, 0, len(value), crc32c(value))
+        self.writer.submit(Append(entry, memoryview(value)))
+        return entry
+
+    def look(self) -> "Desk":
+        while not self.reports.empty():
+            report = self.reports.get()
+            self.logged += [entry.key for entry in report.logged]
+            self.failed += [entry.key for entry in report.failed]
+            self.lost += [entry.key for entry in report.lost]
+            self.buried += report.buried
+            self.state = report.state
+        return self
+
+    def close(self) -> None:
+        self.writer.close(10)
+        self.log.close()
+
+
+@pytest.mark.parametrize("fsync", list(Fsync))
+def test_what_arrives_is_logged_though_nothing_more_comes(tmp_path: Path, fsync: Fsync) -> None:
+    desk = Desk(Directory(tmp_path), fsync)
+    desk.append(b"lonely", b"x" * 10, 1)
+    wait_for(lambda: desk.look().logged == [b"lonely"], 5)
+    desk.close()
+
+
+def test_what_was_removed_while_it_waited_is_not_logged(tmp_path: Path) -> None:
+    desk = Desk(Directory(tmp_path))
+    entry = Entry(TENANT, b"k", 1, 1, 0, 3, crc32c(b"abc"))
+    entry.buried = True
+    desk.writer.submit(Append(entry, memoryview(b"abc")))
+    wait_for(lambda: desk.look().failed == [b"k"], 5)
+    assert not desk.log.has(TENANT, b"k", 1)
+    desk.close()
+
+
+def test_memory_that_was_reused_before_it_was_logged_fails_its_checksum(tmp_path: Path) -> None:
+    desk = Desk(Directory(tmp_path))
+    entry = Entry(TENANT, b"k", 1, 1, 0, 3, crc32c(b"abc"))
+    desk.writer.submit(Append(entry, memoryview(b"abX")))
+    wait_for(lambda: desk.look().failed == [b"k"], 5)
+    assert not desk.log.has(TENANT, b"k", 1) and desk.state == "ok"
+    desk.close()
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
+def test_a_failing_disk_degrades_with_a_clear_state_and_recovers(tmp_path: Path, code: int) -> None:
+    """N5: the log is not off for good. A removal asked for meanwhile is acknowledged when it is logged, not before."""
+    files = FailingFiles(tmp_path)
+    desk = Desk(files)
+    desk.append(b"before", b"b" * 5000, 1)
+    wait_for(lambda: desk.look().logged == [b"before"], 5)
+    files.error, files.torn = code, True
+    wait_for(lambda: desk.append(b"during", b"d" * 50_000, 2) and desk.look().failed != [], 5)
+    assert desk.writer.state == f"DRAM only: {os.strerror(code)}"
+    desk.writer.submit(BuryJob(77, [Grave(TENANT, b"before", 1)]))
+    desk.append(b"also", b"a", 3)
+    wait_for(lambda: b"also" in desk.look().failed, 5)
+    assert desk.buried == []
+    files.error = 0
+    wait_for(lambda: desk.look().state == "ok" and desk.buried == [77], 10)
+    desk.append(b"after", b"a" * 5000, 4)
+    wait_for(lambda: b"after" in desk.look().logged, 5)
+    desk.close()
+    log = SsdLog(Directory(tmp_path), 1 << 30)
+    assert read(log, b"after", 4) == b"a" * 5000
+    assert read(log, b"before", 1) is None and read(log, b"during", 2) is None
+    log.close()
+
+
+def test_a_full_disk_first_gives_back_the_oldest_file(tmp_path: Path) -> None:
+    files = FailingFiles(tmp_path)
+    desk = Desk(files, capacity=64 * MIB)
+    for index in range(3):
+        desk.append(b"k%d" % index, bytes(4 * MIB), index + 1)
+        desk.append(b"pad%d" % index, bytes(4 * MIB), index + 100)
+    wait_for(lambda: len(desk.look().logged) == 6, 10)
+
+    original = files.write
+
+    def fail_once(fd: int, data: memoryview, at: int) -> None:
+        files.write = original  # type: ignore[method-assign]
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    files.write = fail_once  # type: ignore[method-assign]
+    desk.append(b"more", b"m" * 100, 50)
+    wait_for(lambda: b"more" in desk.look().logged, 5)
+    assert b"k0" in desk.lost and desk.state == "ok"
+    desk.close()
+
+
+# ---------------------------------------------------------------------------------------------- the twin
+
+KEYS = [b"a", b"b", b"c"]
+
+
+class LogTwin(RuleBasedStateMachine):
+    """Random appends, burials, evictions and restarts against a dictionary."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generation = 0
+        self.twin: dict[tuple[bytes, int], bytes] = {}
+        self.dead: set[tuple[bytes, int]] = set()
+
+    @initialize(tmp=st.just(None))
+    def start(self, tmp: None) -> None:
+        import tempfile
+
+        self.directory = tempfile.TemporaryDirectory(dir="/dev/shm")
+        self.path = Path(self.directory.name)
+        self.log = SsdLog(Directory(self.path), 12 * MIB)
+
+    def teardown(self) -> None:
+        if hasattr(self, "directory"):
+            self.log.close()
+            self.directory.cleanup()
+
+    @rule(key=st.sampled_from(KEYS), size=st.sampled_from([1, 5000, 2 * MIB]))
+    def append(self, key: bytes, size: int) -> None:
+        self.generation += 1
+        value = bytes([self.generation % 256]) * size
+        for entry in self.log.make_room(BLOCK_BYTES + padded(size)):
+            self.twin.pop((entry.key, entry.generation), None)
+        assert self.log.append([item(key, value, self.generation)]) == [True]
+        self.twin[key, self.generation] = value
+
+    @rule(key=st.sampled_from(KEYS), back=st.integers(0, 5), exact=st.booleans())
+    def bury(self, key: bytes, back: int, exact: bool) -> None:
+        generation = max(1, self.generation - back)
+        self.log.bury([Grave(TENANT, key, generation, exact)])
+        covered = [place for place in self.twin if place[0] == key and (place[1] == generation if exact else place[1] <= generation)]
+        for place in covered:
+            del self.twin[place]
+            self.dead.add(place)
+
+    @rule(key=st.sampled_from(KEYS))
+    def read_newest(self, key: bytes) -> None:
+        newest = max((generation for known, generation in self.twin if known == key), default=None)
+        if newest is not None:
+            assert read(self.log, key, newest) == self.twin[key, newest]
+
+    @rule()
+    def restart(self) -> None:
+        self.log = reopened(self.log, self.path, 12 * MIB)
+
+    @invariant()
+    def index_agrees(self) -> None:
+        if hasattr(self, "log"):
+            listed = {(entry.key, entry.generation) for entry in self.log.entries()}
+            assert listed == set(self.twin), (listed, set(self.twin))
+            assert not listed & self.dead
+            assert self.log.used_bytes <= 12 * MIB + 5 * MIB
+
+
+TestLogTwin = LogTwin.TestCase
+TestLogTwin.settings = settings(max_examples=25, stateful_step_count=40, deadline=None)
