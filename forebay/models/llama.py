@@ -25,7 +25,7 @@ from forebay.models.batch import StageBatch
 from forebay.models.config import ModelConfig
 from forebay.models.kv import KVPool
 from forebay.models.linear import Linear
-from forebay.models.rope import RopeTable, rotate_
+from forebay.models.rope import RopeTable, rotate
 from forebay.models.shard import Shard, check_tp
 from forebay.models.weights import Checkpoint
 
@@ -104,7 +104,7 @@ class Stage:
             q = rms_norm(qk[:, : self._heads], layer.q_norm, config.norm_eps)
             k = rms_norm(qk[:, self._heads :], layer.k_norm, config.norm_eps)
             qk = torch.cat((q, k), dim=1)
-        qk = rotate_(qk, *rope)
+        qk = rotate(qk, *rope)
         return qk[:, : self._heads], qk[:, self._heads :], qkv[:, both:]
 
     def _mlp(self, layer: Layer, hidden: Tensor) -> Tensor:
