@@ -73,6 +73,10 @@ class Stage:
         self._heads = len(shard.heads(config))
         self._kv_heads = len(shard.kv_heads(config))
 
+    def join(self, tp_group: dist.ProcessGroup | None) -> None:
+        """The group that shares this stage's layers by heads; it may come into being only after the weights are loaded."""
+        self._tp_group = tp_group
+
     def forward(self, inputs: Tensor, batch: StageBatch, kv: KVPool, on_layer: Callable[[int], None] | None = None) -> Tensor:
         """Run all layers over the rows of `batch`, writing their keys and values into `kv`.
 
