@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import uvloop
 
 from forebay.store.address import Address
-from forebay.store.holder.node import Holder, HolderConfig
+from forebay.store.holder.node import Holder, HolderConfig, HolderError
 from forebay.store.master.records import MasterConfig
 from forebay.store.master.server import MasterServer
 from forebay.store.wire import auth
@@ -47,12 +47,21 @@ async def serve(roles: Roles, started: Callable[[Running], None], ended: asyncio
             await holder.start()
             running.holder = holder
         started(running)
-        await ended.wait()
+        await _first(ended, running.holder.failed if running.holder is not None else ended)
+        if running.holder is not None and running.holder.failed.is_set():
+            raise HolderError("the holder failed inside; its log above says how")
     finally:
         if running.holder is not None:
             await running.holder.stop()
         if running.master is not None:
             await running.master.stop()
+
+
+async def _first(*events: asyncio.Event) -> None:
+    waiting = [asyncio.create_task(event.wait()) for event in events]
+    await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+    for task in waiting:
+        task.cancel()
 
 
 def run(roles: Roles, started: Callable[[Running], None]) -> None:

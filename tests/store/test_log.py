@@ -96,6 +96,17 @@ def test_a_removed_key_does_not_come_back_and_a_replaced_one_not_with_old_bytes(
     log.close()
 
 
+def test_a_tombstone_kept_for_another_holder_does_not_stand_in_for_our_own(tmp_path: Path) -> None:
+    """Found by killing processes: the kept one took the key out of the index, so our own was thought to be needless."""
+    log = SsdLog(Directory(tmp_path), 1 << 30)
+    log.append([item(b"k", b"bytes", 1)])
+    log.bury([Grave(TENANT, b"k", 1, behalf="other")])
+    log.bury([Grave(TENANT, b"k", 1)])
+    log = reopened(log, tmp_path)
+    assert not log.has(TENANT, b"k", 1) and [grave.behalf for grave in log.kept_graves] == ["other"]
+    log.close()
+
+
 def test_a_put_that_was_given_up_leaves_the_older_bytes_as_they_were(tmp_path: Path) -> None:
     log = SsdLog(Directory(tmp_path), 1 << 30)
     log.append([item(b"k", b"older", 1), item(b"k", b"given up", 2)])

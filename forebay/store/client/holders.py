@@ -196,7 +196,7 @@ class Holders:
         """None if the master knows of no such holder. Raises as ``ask`` does."""
         peer = self._peers.get(number)
         if peer is None:
-            self.refresh(deadline)
+            self.refresh(deadline, even_now=True)  # the master has just named it, so it is in its table
             peer = self._peers.get(number)
         return peer
 
@@ -208,10 +208,10 @@ class Holders:
         with contextlib.suppress(ChannelError, TimeoutError):
             self.refresh(deadline)
 
-    def refresh(self, deadline: float) -> None:
+    def refresh(self, deadline: float, *, even_now: bool = False) -> None:
         """Look again where holders are, unless that was done just now."""
         with self._lock:
-            if time.monotonic() - self._asked_at < REFRESH_EVERY_S:
+            if time.monotonic() - self._asked_at < REFRESH_EVERY_S and not even_now:
                 return
             table = self._ask(deadline)
             self._asked_at = time.monotonic()

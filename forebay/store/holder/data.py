@@ -134,7 +134,7 @@ class DataServer:
             if self._promoter is not None and self._keeper.awake(time.monotonic()):
                 self._promoter.prefetch(_tenant(connection), message.keys, message.hint_s, demand=message.demand)
             return ()
-        if not self._keeper.awake(time.monotonic()):
+        if not self._keeper.awake(time.monotonic()) and not isinstance(message, CopyIn):
             self._refuse(connection, message)
         elif isinstance(message, ReadMemory):
             self._read_memory(connection, message)
@@ -163,9 +163,9 @@ class DataServer:
 
     def _begin_write(self, connection: Connection, message: Write) -> Sequence[memoryview]:
         peer = _peer(connection)
-        awake = self._keeper.awake(time.monotonic())
+        self._keeper.awake(time.monotonic())  # forgets the key of rooms given before it stood still
         peer.call = message.call
-        peer.entries = [self._begin(connection, piece) if awake else None for piece in message.pieces]
+        peer.entries = [self._begin(connection, piece) for piece in message.pieces]
         targets: list[memoryview] = []
         for piece, entry in zip(message.pieces, peer.entries, strict=True):
             if entry is not None:
@@ -287,7 +287,7 @@ class DataServer:
             finally:
                 self._reads.release(buffer)
 
-    def _refuse(self, connection: Connection, message: ReadMemory | Check | ReadSsd | CopyIn | CopyOut) -> None:
+    def _refuse(self, connection: Connection, message: ReadMemory | Check | ReadSsd | CopyOut) -> None:
         """This holder does not serve now."""
         if isinstance(message, ReadSsd):
             for index in range(len(message.cuts)):

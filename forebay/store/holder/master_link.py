@@ -84,7 +84,7 @@ class MasterLink:
             patience = min(RETRY_MOST_S, patience * 2)
 
     def send(self, message: HolderToMaster) -> None:
-        if self._writer is None:
+        if self._writer is None or self._writer.transport.is_closing():
             return
         if self._held_back is not None and isinstance(message, Persisted | Dropped):
             self._held_back.append(message)
@@ -96,7 +96,7 @@ class MasterLink:
 
     async def call(self, message: HolderToMaster, number: int, timeout_s: float) -> Prefetchable | Allocated | None:
         """The answer to call ``number``; None if there is none in time."""
-        if self._writer is None:
+        if self._writer is None or self._writer.transport.is_closing():
             return None
         answer = self._calls[number] = asyncio.get_running_loop().create_future()
         self._writer.write(encode(message))

@@ -85,6 +85,7 @@ class Holder:
         self._kept_graves: list[Grave] = []  # without a log
         self._receipts: dict[int, Receipt] = {}  # by id of entry
         self._was_broken = False
+        self.failed = asyncio.Event()
         self._lock: Lock | None = None
         self.log: SsdLog | None = None
         self._writer: LogWriter | None = None
@@ -119,6 +120,15 @@ class Holder:
             asyncio.create_task(self._beat()),
             asyncio.create_task(watch(self._connections)),
         ]
+        for task in self._tasks:
+            task.add_done_callback(self._task_ended)
+
+    def _task_ended(self, task: asyncio.Task[None]) -> None:
+        """They run for as long as the holder does: one that fails would leave a holder that only looks alive."""
+        if not task.cancelled() and task.exception() is not None:
+            self.master_lost(f"internal error: {task.exception()!r}")
+            self._loop.call_exception_handler({"message": "a holder's task failed", "exception": task.exception(), "task": task})
+            self.failed.set()
 
     async def stop(self) -> None:
         """Stop serving, write what the log has not got yet (at most ``DRAIN_S``), let everything go."""
@@ -199,7 +209,7 @@ class Holder:
     def _check_stood_still(self, now: float) -> None:
         """Rule S6: if leases may have run out while we were not looking, we register again before we serve."""
         if self.serving and now - self._beaten > self.lease_s:
-            self.serving, self.why_not = False, "stood still for longer than a lease"
+            self.master_lost("stood still for longer than a lease")
             self._link.reconnect()
 
     # ------------------------------------------------------------------------------------------ LinkOwner
@@ -250,7 +260,9 @@ class Holder:
                 self.serving, self.why_not = True, ""
 
     def master_lost(self, why: str) -> None:
+        """Neither reads nor writes are served before the next registration: rooms that were given before it count no more."""
         self.serving, self.why_not = False, why
+        self.token_key = random_bytes.token_bytes(32)
 
     def _bury(self, message: Bury) -> None:
         for grave in message.graves:

@@ -39,22 +39,31 @@ class Digger:
         _finish_if_done(state, number, burial)
 
 
-def buried(state: State, holder: Holder, number: int) -> None:
-    """``holder`` has logged its part of burial ``number``."""
-    burial = state.burials.get(number)
-    if burial is not None and burial.missing.pop(holder.number, None) is not None:
-        _finish_if_done(state, number, burial)
+def buried(state: State, holder: Holder, bury: int) -> None:
+    """``holder`` has logged the graves of message ``bury``."""
+    number = state.buries.get(bury)
+    burial = state.burials.get(number) if number is not None else None
+    if number is None or burial is None or burial.missing[bury][0] != holder.number:
+        return
+    del state.buries[bury], burial.missing[bury]
+    _finish_if_done(state, number, burial)
 
 
 def holder_lost(state: State, lost: Holder) -> None:
     """What ``lost`` had not logged yet is kept by a live holder for it."""
     for number, burial in list(state.burials.items()):
-        graves = burial.missing.pop(lost.number, None)
-        if graves is not None:
-            if burial.delivers == lost.register.name:
-                del state.burials[number]  # it will be told again when it comes back
-                continue
-            _hand_over(state, number, burial, lost, graves)
+        owed = [(bury, graves) for bury, (holder, graves) in burial.missing.items() if holder == lost.number]
+        for bury, graves in owed:
+            del state.buries[bury], burial.missing[bury]
+            if burial.delivers != lost.register.name:
+                for behalf in dict.fromkeys(grave.behalf for grave in graves):
+                    absent = state.by_name[behalf] if behalf else lost
+                    _hand_over(state, number, burial, absent, [grave for grave in graves if grave.behalf == behalf])
+        if owed and burial.delivers == lost.register.name:
+            for bury in burial.missing:
+                del state.buries[bury]
+            del state.burials[number]  # it will be told again when it comes back
+        elif owed:
             _finish_if_done(state, number, burial)
 
 
@@ -80,8 +89,7 @@ def learn(state: State, graves: list[Grave]) -> None:
 
 def _hand_over(state: State, number: int, burial: Burial, holder: Holder, graves: list[Grave]) -> None:
     if holder.present:
-        burial.missing.setdefault(holder.number, []).extend(graves)
-        state.send(holder.session, Bury(number, graves))
+        _send(state, number, burial, holder, graves)
         return
     name = holder.register.name
     kept = [replace(grave, behalf=name) for grave in graves]
@@ -90,9 +98,15 @@ def _hand_over(state: State, number: int, burial: Burial, holder: Holder, graves
     if not keepers:
         burial.codes = bytes([Status.UNAVAILABLE]) * len(burial.codes)
         return
-    keeper = next((other for other in keepers if other.has_log), keepers[0])
-    burial.missing.setdefault(keeper.number, []).extend(graves)
-    state.send(keeper.session, Bury(number, kept))
+    _send(state, number, burial, next((other for other in keepers if other.has_log), keepers[0]), kept)
+
+
+def _send(state: State, number: int, burial: Burial, holder: Holder, graves: list[Grave]) -> None:
+    """Each message has a number of its own: one holder may be sent several for one burial, and must have logged them all."""
+    bury = state.new_number()
+    state.buries[bury] = number
+    burial.missing[bury] = (holder.number, graves)
+    state.send(holder.session, Bury(bury, graves))
 
 
 def _finish_if_done(state: State, number: int, burial: Burial) -> None:

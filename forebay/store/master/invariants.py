@@ -30,7 +30,10 @@ def check(state: State) -> None:
     _puts(state)
     for burial in state.burials.values():
         assert burial.missing, "10: a burial with nothing missing was not finished"
-        assert all(state.holders[number].present for number in burial.missing), "10: a burial waits for an absent holder"
+        waited_for = {number for number, _ in burial.missing.values()}
+        assert all(state.holders[number].present for number in waited_for), "10: a burial waits for an absent holder"
+    known = {bury for burial in state.burials.values() for bury in burial.missing}
+    assert known == set(state.buries), "10: numbers of buries"
 
 
 def _ranges_tile(state: State, holder: Holder) -> None:

@@ -146,7 +146,7 @@ class Master:
     def _holder(self, now: float, session: int, message: HolderToMaster) -> None:
         state = self.state
         if isinstance(message, Register):
-            membership.register(state, now, session, message, self._token_key(message))
+            membership.register(state, now, session, message, self._token_key(message, session))
             return
         holder = state.sessions[session].holder
         if holder is None or holder.session != session:
@@ -192,6 +192,7 @@ class Master:
             membership.lost(state, owner.holder)
         puts.retry_waiting(state, now)
 
-    def _token_key(self, register: Register) -> bytes:
-        named = register.name.encode() + b"\0" + register.instance.encode() + struct.pack("<Q", self.state.epoch)
+    def _token_key(self, register: Register, session: int) -> bytes:
+        """Another one for each registration, so a token also proves that its room was given since the last one."""
+        named = register.name.encode() + b"\0" + register.instance.encode() + struct.pack("<QQ", self.state.epoch, session)
         return hashlib.blake2b(named, key=self._secret[:64], digest_size=32).digest()

@@ -295,7 +295,7 @@ class Waiting:
 
 @dataclass(slots=True)
 class Burial:
-    """Removals on their way into logs. ``missing``: holder number -> its graves, until it says Buried.
+    """Removals on their way into logs. ``missing``: number of a Bury -> (holder number, graves), until it is Buried.
 
     The answer (if ``call`` is not None) goes out when nothing is missing. ``delivers``: the returned holder whose
     graves these are.
@@ -304,7 +304,7 @@ class Burial:
     session: int
     call: int | None
     codes: bytes
-    missing: dict[int, list[Grave]]
+    missing: dict[int, tuple[int, list[Grave]]]
     delivers: str = ""
 
 
@@ -348,6 +348,7 @@ class State:
     sessions: dict[int, Session] = field(default_factory=dict)
     waiting: deque[Waiting] = field(default_factory=deque)
     burials: dict[int, Burial] = field(default_factory=dict)
+    buries: dict[int, int] = field(default_factory=dict)  # number of a Bury under way -> its burial
     graves: dict[str, dict[tuple[str, bytes], tuple[Grave, ...]]] = field(default_factory=dict)  # absent holder -> what it must hear
     tasks: dict[int, Task] = field(default_factory=dict)
     sketch: CountMinSketch = field(default_factory=CountMinSketch)

@@ -141,9 +141,10 @@ class SsdLog:
         return done
 
     def bury(self, graves: Sequence[Grave], *, always: bool = False) -> None:
-        """Log tombstones for what is in the log (or for all of them) and take it out of the index."""
+        """Log tombstones for what is in the log (or for all of them) and take it out of the index. One that is kept for another
+        holder says nothing about our own records."""
         with self._lock:
-            needed = [grave for grave in graves if self.index.bury(grave) or always or grave.behalf]
+            needed = [grave for grave in graves if grave.behalf or self.index.bury(grave) or always]
         if needed:
             self._append_graves(needed)
 

@@ -1,0 +1,355 @@
+"""`forebay store`: run the store's roles, and look into a running one."""
+
+import contextlib
+import dataclasses
+import json as jsonlib
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from forebay.settings import SettingsError, format_size, parse_size
+from forebay.store import fsck as checker
+from forebay.store.address import Address, AddressError
+from forebay.store.backend import Status
+from forebay.store.client.store import StoreClient
+from forebay.store.holder.node import HolderConfig, HolderError
+from forebay.store.holder.segment import SegmentError
+from forebay.store.holder.writer import Fsync
+from forebay.store.master.records import MasterConfig
+from forebay.store.up import Roles, Running, run
+from forebay.store.wire import auth
+
+app = typer.Typer(help="The store of KV pages (L3): run it, look into it.", no_args_is_help=True)
+DEFAULT_PORT = 7001
+PREFETCH_WAIT_S = 2.0
+
+Listen = Annotated[str, typer.Option(help="address to listen on, HOST:PORT; port 0 takes a free one")]
+Dram = Annotated[str, typer.Option(help="DRAM for pages, such as 512MiB; allocated at once")]
+Ssd = Annotated[Path | None, typer.Option(help="directory of the SSD log; none = DRAM only")]
+SsdSize = Annotated[str, typer.Option(help="bytes the log may take")]
+FsyncOption = Annotated[Fsync, typer.Option(help="when what is logged is forced to the disk: always, batch (0.2 s) or never")]
+LeaseS = Annotated[float, typer.Option(min=0.5, max=600, help="seconds for which memory that a reader was told of is not reused")]
+High = Annotated[float, typer.Option(min=0.01, max=1, help="share of DRAM at which eviction starts")]
+Low = Annotated[float, typer.Option(min=0.0, max=1, help="share of DRAM down to which it evicts")]
+PutWait = Annotated[float, typer.Option(min=0, max=60, help="seconds that a put waits for room")]
+OnHit = Annotated[bool, typer.Option("--promotion-on-hit", help="bring to DRAM what is read from SSD again and again")]
+SsdPrefetch = Annotated[bool, typer.Option("--ssd-prefetch", help="bring to DRAM what a probe announced")]
+Share = Annotated[float, typer.Option(min=0, max=1, help="share of DRAM for pages prefetched and not read yet")]
+Replicas = Annotated[int, typer.Option(min=1, max=8, help="holders that each page is written to")]
+SecretFile = Annotated[Path | None, typer.Option(help="lines of 'TENANT SECRET', or one secret; none = no authentication")]
+Quota = Annotated[list[str] | None, typer.Option(help="DRAM that a tenant may fill, NAME=SIZE; may be given again")]
+Json = Annotated[bool, typer.Option("--json", help="one JSON document on standard output and nothing else there")]
+Url = Annotated[str, typer.Argument(help="forebay://HOST:PORT of a master")]
+Tenant = Annotated[str, typer.Option(help="whose keys")]
+Timeout = Annotated[float, typer.Option(min=0.05, help="seconds for each call")]
+Key = Annotated[str, typer.Argument(help="a key as text, or hex:...")]
+Keys = Annotated[list[str], typer.Argument(help="keys as text, or hex:...")]
+
+
+@contextlib.contextmanager
+def _one_line_errors() -> Iterator[None]:
+    """Whatever a user can get wrong ends in one line and exit status 2."""
+    try:
+        yield
+    except (AddressError, SettingsError, HolderError, SegmentError, auth.SecretFileError, OSError) as error:
+        text = f"{error.strerror}: {error.filename}" if isinstance(error, OSError) and error.filename else str(error)
+        typer.echo(f"forebay store: {text}", err=True)
+        raise typer.Exit(2) from None
+
+
+# ---------------------------------------------------------------------------------------------- roles
+
+
+@app.command()
+def up(
+    listen: Listen = f"127.0.0.1:{DEFAULT_PORT}",
+    dram: Dram = "512MiB",
+    ssd: Ssd = None,
+    ssd_size: SsdSize = "8GiB",
+    fsync: FsyncOption = Fsync.BATCH,
+    lease_s: LeaseS = 5.0,
+    high_watermark: High = 0.90,
+    low_watermark: Low = 0.85,
+    put_wait_s: PutWait = 2.0,
+    promotion_on_hit: OnHit = False,
+    ssd_prefetch: SsdPrefetch = False,
+    prefetch_share: Share = 0.2,
+    tenant_quota: Quota = None,
+    secret_file: SecretFile = None,
+    json: Json = False,
+) -> None:
+    """Run a master and one holder in this process."""
+    with _one_line_errors():
+        address = Address.parse(listen, DEFAULT_PORT)
+        master = _master_config(
+            lease_s, high_watermark, low_watermark, put_wait_s, promotion_on_hit, ssd_prefetch, prefetch_share, 1, tenant_quota
+        )
+        holder = HolderConfig(address, Address(address.host, 0), parse_size(dram), ssd, parse_size(ssd_size), fsync)
+        _run(Roles(address, master, holder, _secrets(secret_file)), json)
+
+
+@app.command()
+def master(
+    listen: Listen = f"127.0.0.1:{DEFAULT_PORT}",
+    lease_s: LeaseS = 5.0,
+    high_watermark: High = 0.90,
+    low_watermark: Low = 0.85,
+    put_wait_s: PutWait = 2.0,
+    promotion_on_hit: OnHit = False,
+    ssd_prefetch: SsdPrefetch = False,
+    prefetch_share: Share = 0.2,
+    replicas: Replicas = 1,
+    tenant_quota: Quota = None,
+    secret_file: SecretFile = None,
+    json: Json = False,
+) -> None:
+    """Run the master: it keeps who has what, and nothing that holders cannot tell it again."""
+    with _one_line_errors():
+        config = _master_config(
+            lease_s,
+            high_watermark,
+            low_watermark,
+            put_wait_s,
+            promotion_on_hit,
+            ssd_prefetch,
+            prefetch_share,
+            replicas,
+            tenant_quota,
+        )
+        _run(Roles(Address.parse(listen, DEFAULT_PORT), config, None, _secrets(secret_file)), json)
+
+
+@app.command()
+def holder(
+    master: Annotated[str, typer.Option(help="forebay://HOST:PORT of the master")],
+    listen: Listen = "127.0.0.1:0",
+    dram: Dram = "512MiB",
+    ssd: Ssd = None,
+    ssd_size: SsdSize = "8GiB",
+    fsync: FsyncOption = Fsync.BATCH,
+    secret_file: SecretFile = None,
+    json: Json = False,
+) -> None:
+    """Run a holder: it keeps pages in DRAM and on SSD. Clients reach it at the host given with --listen."""
+    with _one_line_errors():
+        where = Address.parse(master, DEFAULT_PORT)
+        config = HolderConfig(where, Address.parse(listen), parse_size(dram), ssd, parse_size(ssd_size), fsync)
+        _run(Roles(None, None, config, _secrets(secret_file)), json)
+
+
+def _master_config(
+    lease_s: float,
+    high: float,
+    low: float,
+    put_wait_s: float,
+    on_hit: bool,
+    prefetch: bool,
+    share: float,
+    replicas: int,
+    quotas: list[str] | None,
+) -> MasterConfig:
+    if low > high:
+        raise SettingsError(f"--low-watermark {low} is above --high-watermark {high}; it must not be")
+    return MasterConfig(lease_s, high, low, put_wait_s, replicas, on_hit, prefetch, share, quotas=_quotas(quotas or []))
+
+
+def _quotas(given: list[str]) -> dict[str, int]:
+    quotas = {}
+    for text in given:
+        name, equals, size = text.partition("=")
+        if not name or not equals:
+            raise SettingsError(f"--tenant-quota {text!r} is not allowed; write it as NAME=SIZE, such as team-a=4GiB")
+        quotas[name] = parse_size(size)
+    return quotas
+
+
+def _secrets(file: Path | None) -> auth.Secrets:
+    return auth.Secrets() if file is None else auth.Secrets.read(file)
+
+
+def _run(roles: Roles, json: bool) -> None:
+    def started(running: Running) -> None:
+        said: dict[str, Any] = {}
+        if running.master is not None:
+            said["url"] = f"forebay://{running.master.address}"
+        if running.holder is not None:
+            config = running.holder.config
+            said |= {"holder": str(running.holder.address), "dram": config.dram, "ssd": str(config.ssd) if config.ssd else None}
+            said["cut_bytes"] = running.holder.log.cut_bytes if running.holder.log is not None else 0
+        if json:
+            typer.echo(jsonlib.dumps(said))
+        else:
+            typer.echo("forebay store: " + ", ".join(f"{name} {value}" for name, value in said.items() if value))
+        sys.stdout.flush()
+
+    run(roles, started)
+
+
+# ---------------------------------------------------------------------------------------------- looking into it
+
+
+@app.command()
+def status(url: Url, tenant: Tenant = "default", secret_file: SecretFile = None, timeout_s: Timeout = 5.0, json: Json = False) -> None:
+    """Objects, memory and SSD in use, holders, and counters since the master started."""
+    with _client(url, tenant, secret_file, timeout_s) as client:
+        stats, holders = client.stats(), client.holders().holders
+    if json:
+        document = msgspec.to_builtins(msgspec.structs.asdict(stats)) | {
+            "holder_list": [msgspec.structs.asdict(entry) for entry in holders]
+        }
+        typer.echo(jsonlib.dumps(document))
+        return
+    table = Table("holder", "at", "serves", "DRAM", "SSD", "SSD state")
+    for entry in holders:
+        memory = f"{format_size(entry.memory_used)} of {format_size(entry.memory_bytes)}"
+        disk = f"{format_size(entry.ssd_used)} of {format_size(entry.ssd_bytes)}"
+        serves = "yes" if entry.usable else "no"
+        table.add_row(entry.name[:12], f"{entry.host}:{entry.port}", serves, memory, disk, entry.ssd_state)
+    console = Console()
+    console.print(f"{stats.objects} objects, {stats.waiting_puts} puts waiting, {stats.promotions_in_flight} promotions in flight")
+    console.print(table)
+    for name, count in sorted(stats.counters.items()):
+        console.print(f"{name} {count}")
+
+
+@app.command()
+def ls(
+    url: Url,
+    prefix: Annotated[str, typer.Option(help="only keys that begin so")] = "",
+    tenant: Tenant = "default",
+    secret_file: SecretFile = None,
+    timeout_s: Timeout = 5.0,
+    json: Json = False,
+) -> None:
+    """Keys and their sizes, in order."""
+    with _client(url, tenant, secret_file, timeout_s) as client:
+        if json:
+            typer.echo(jsonlib.dumps([{"key": _show(key), "bytes": size} for key, size in client.list(_key(prefix))]))
+            return
+        for key, size in client.list(_key(prefix)):
+            typer.echo(f"{size:>14} {_show(key)}")
+
+
+@app.command()
+def get(
+    url: Url,
+    key: Key,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="file to write; standard output if not given")] = None,
+    tenant: Tenant = "default",
+    secret_file: SecretFile = None,
+    timeout_s: Timeout = 5.0,
+) -> None:
+    """The bytes of one key."""
+    with _client(url, tenant, secret_file, timeout_s) as client:
+        value = client.get(_key(key))
+        if value is None:
+            _fail(f"{key}: not there")
+        if output is not None:
+            output.write_bytes(value)
+        else:
+            sys.stdout.buffer.write(value)
+
+
+@app.command()
+def put(
+    url: Url,
+    key: Key,
+    file: Annotated[Path, typer.Argument(help="file to store")],
+    tenant: Tenant = "default",
+    secret_file: SecretFile = None,
+    timeout_s: Timeout = 5.0,
+) -> None:
+    """Store a file under a key."""
+    with _client(url, tenant, secret_file, timeout_s) as client:
+        _tell({key: client.put(_key(key), file.read_bytes())})
+
+
+@app.command()
+def rm(url: Url, keys: Keys, tenant: Tenant = "default", secret_file: SecretFile = None, timeout_s: Timeout = 5.0) -> None:
+    """Remove keys, for good."""
+    with _client(url, tenant, secret_file, timeout_s) as client:
+        _tell(dict(zip(keys, client.remove([_key(key) for key in keys]), strict=True)))
+
+
+@app.command()
+def prefetch(url: Url, keys: Keys, tenant: Tenant = "default", secret_file: SecretFile = None, timeout_s: Timeout = 5.0) -> None:
+    """Bring keys from SSD to DRAM (the master must run with --ssd-prefetch). Returns when holders were told."""
+    with _client(url, tenant, secret_file, timeout_s) as client:
+        client.prefetch([_key(key) for key in keys])
+        counters = client.prefetcher.counters
+        deadline = time.monotonic() + PREFETCH_WAIT_S
+
+        def settled() -> int:
+            return counters.sent + counters.resident + counters.missing + counters.failed
+
+        while settled() < len(set(keys)) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        typer.echo(f"{counters.sent} asked for, {counters.resident} in DRAM already, {counters.missing} not there")
+        if counters.failed or counters.missing:
+            raise typer.Exit(1)
+
+
+@app.command()
+def fsck(directory: Annotated[Path, typer.Argument(help="SSD directory of a holder that is not running")], json: Json = False) -> None:
+    """Check every CRC of an SSD log, offline, and say what a start would cut. Changes nothing; exit status 1 if not clean."""
+    with _one_line_errors():
+        try:
+            report = checker.check(directory)
+        except BlockingIOError:
+            raise HolderError(f"{directory} is in use by a holder; stop it first") from None
+    if json:
+        typer.echo(jsonlib.dumps(dataclasses.asdict(report) | {"clean": report.clean}))
+    else:
+        for file in report.files:
+            cut = f", {file.cut_bytes} bytes of torn tail would be cut" if file.cut_bytes else ""
+            typer.echo(f"{file.name}: {file.records} records in {format_size(file.bytes)}{cut}")
+            for line in file.damaged:
+                typer.echo(f"  {line}")
+        typer.echo(f"{report.live} keys ({format_size(report.live_bytes)}), {report.dead} overruled, {report.tombstones} tombstones")
+    raise typer.Exit(0 if report.clean else 1)
+
+
+@contextlib.contextmanager
+def _client(url: str, tenant: str, secret_file: Path | None, timeout_s: float) -> Iterator[StoreClient]:
+    with _one_line_errors():
+        client = StoreClient.connect(url, tenant, secret_file, timeout_s=timeout_s)
+        with client:
+            yield client
+
+
+def _tell(statuses: dict[str, Status]) -> None:
+    for key, status in statuses.items():
+        typer.echo(f"{key}: {status.name}")
+    if any(status not in (Status.OK, Status.EXISTS) for status in statuses.values()):
+        raise typer.Exit(1)
+
+
+def _fail(text: str) -> NoReturn:
+    typer.echo(f"forebay store: {text}", err=True)
+    raise typer.Exit(1)
+
+
+def _key(text: str) -> bytes:
+    """Raises ``AddressError`` for bad hex."""
+    if not text.startswith("hex:"):
+        return text.encode()
+    try:
+        return bytes.fromhex(text[4:])
+    except ValueError:
+        raise AddressError(f"{text!r} is no key; after hex: come pairs of hexadecimal digits") from None
+
+
+def _show(key: bytes) -> str:
+    """A key as text if that is all it is, else as hex."""
+    try:
+        text = key.decode()
+    except UnicodeDecodeError:
+        return "hex:" + key.hex()
+    return text if text.isprintable() and not text.startswith("hex:") else "hex:" + key.hex()
