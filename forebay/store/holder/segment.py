@@ -14,6 +14,7 @@ import os
 import struct
 import threading
 from enum import IntEnum
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -51,6 +52,20 @@ def as_bytes(buffer: Buffer) -> npt.NDArray[np.uint8]:
     return np.frombuffer(view, dtype=np.uint8) if view.nbytes else np.empty(0, np.uint8)
 
 
+def available_bytes() -> int:
+    """Memory that can be allocated without anyone being killed for it: the machine's, or less in a control group with a limit."""
+    with open("/proc/meminfo") as file:
+        fields = dict(line.split(":", 1) for line in file)
+    available = int(fields["MemAvailable"].split()[0]) << 10
+    try:
+        group = Path("/sys/fs/cgroup") / Path("/proc/self/cgroup").read_text().split("::", 1)[1].strip().lstrip("/")
+        limit = (group / "memory.max").read_text().strip()
+        used = int((group / "memory.current").read_text())
+    except (OSError, IndexError, ValueError):
+        return available
+    return available if limit == "max" else min(available, max(0, int(limit) - used))
+
+
 class Toucher:
     """Maps all pages in the background, so that first copies meet no page faults. Old kernels cannot; then faults do it."""
 
@@ -78,6 +93,9 @@ class Segment:
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity & -ALIGN_BYTES
+        available = available_bytes()
+        if capacity > available:  # allocating would go on until the kernel kills someone
+            raise SegmentError(f"{capacity} bytes of DRAM are asked for, {available} are available; give a smaller --dram")
         self.fd = os.memfd_create("forebay-segment", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.posix_fallocate(self.fd, 0, self.capacity)

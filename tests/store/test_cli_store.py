@@ -1,0 +1,105 @@
+"""`forebay store` as its users meet it: a store started by the command line, looked into, and checked offline."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from store_cluster import wait_for
+from store_process import Farm, Process, farm
+from typer.testing import CliRunner, Result
+
+from forebay.cli.store import app
+
+
+def run(*args: str) -> Result:
+    return CliRunner().invoke(app, list(args))
+
+
+@pytest.fixture(scope="module")
+def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Farm]:
+    with farm(tmp_path_factory.mktemp("cli")) as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def up(nodes: Farm) -> Process:
+    (nodes.path / "secret").write_text("hush\n")
+    secret = ("--secret-file", str(nodes.path / "secret"))
+    sizes = ("--dram", "16MiB", "--ssd", str(nodes.path / "ssd"), "--ssd-size", "64MiB")
+    process = nodes.run("up", "--listen", "127.0.0.1:0", *sizes, "--ssd-prefetch", "--tenant-quota", "small=1MiB", *secret)
+    wait_for(lambda: json.loads(run("status", process.url, "--json", *secret).stdout or "{}").get("holders_usable") == 1)
+    return process
+
+
+def test_a_life_of_a_key(nodes: Farm, up: Process, tmp_path: Path) -> None:
+    secret = ("--secret-file", str(nodes.path / "secret"))
+    file = tmp_path / "value"
+    file.write_bytes(bytes(range(256)) * 40)
+    assert run("put", up.url, "hello", str(file), *secret).stdout == "hello: OK\n"
+    assert run("put", up.url, "hex:00ff", str(file), *secret).stdout == "hex:00ff: OK\n"
+    assert run("put", up.url, "hello", str(file), *secret).stdout == "hello: EXISTS\n"
+    listed = json.loads(run("ls", up.url, "--json", *secret).stdout)
+    assert listed == [{"key": "hex:00ff", "bytes": 10240}, {"key": "hello", "bytes": 10240}]
+    assert run("get", up.url, "hello", "-o", str(tmp_path / "copy"), *secret).exit_code == 0
+    assert (tmp_path / "copy").read_bytes() == file.read_bytes()
+    assert run("get", up.url, "hello", *secret).stdout_bytes == file.read_bytes()
+    assert run("prefetch", up.url, "hello", *secret).stdout == "0 asked for, 1 in DRAM already, 0 not there\n"
+    assert run("prefetch", up.url, "none", *secret).exit_code == 1
+    wait_for(lambda: run("rm", up.url, "none", *secret).stdout == "none: NOT_FOUND\n", what="a new master has heard everyone")
+    assert run("rm", up.url, "hello", "none", *secret).stdout == "hello: OK\nnone: NOT_FOUND\n"
+    assert run("get", up.url, "hello", *secret).exit_code == 1
+    assert "1 objects" in run("status", up.url, *secret).stdout
+
+
+def test_without_the_secret_nothing_is_told(up: Process) -> None:
+    result = run("ls", up.url, "--timeout-s", "1")
+    assert result.exit_code == 2 and "refused: wrong tenant or secret" in result.stderr and not result.stdout
+
+
+def test_fsck_says_what_is_wrong_and_what_would_be_cut(nodes: Farm, up: Process, tmp_path: Path) -> None:
+    secret = ("--secret-file", str(nodes.path / "secret"))
+    file = tmp_path / "value"
+    file.write_bytes(b"v" * 10_000)
+    for key in ("a", "b", "c"):
+        run("put", up.url, key, str(file), *secret)
+    assert run("fsck", str(nodes.path / "ssd")).exit_code == 2, "in use"
+    assert up.end() == ""
+    clean = json.loads(run("fsck", str(nodes.path / "ssd"), "--json").stdout)
+    assert clean["clean"] and clean["live"] >= 3
+    logs = sorted((nodes.path / "ssd").glob("*.log"))
+    data = bytearray(logs[0].read_bytes())
+    data[data.index(b"v" * 100) + 50] ^= 1
+    logs[0].write_bytes(bytes(data) + b"torn" * 100)
+    result = run("fsck", str(nodes.path / "ssd"))
+    assert result.exit_code == 1
+    assert "does not match its CRC32C" in result.stdout and "400 bytes of torn tail would be cut" in result.stdout
+
+
+@pytest.mark.parametrize(
+    "args, words",
+    [
+        (("up", "--dram", "0"), "at least 1 byte"),
+        (("up", "--dram", "lots"), "write it as 512MiB"),
+        (("up", "--listen", "nowhere:x"), "HOST:PORT"),
+        (("up", "--tenant-quota", "team"), "NAME=SIZE"),
+        (("up", "--low-watermark", "0.9", "--high-watermark", "0.5"), "must not be"),
+        (("up", "--secret-file", "/does/not/exist"), "/does/not/exist"),
+        (("up", "--dram", "900TiB"), "smaller --dram"),
+        (("status", "forebay://127.0.0.1:1"), "does not answer"),
+        (("ls", "redis://x"), "forebay://HOST:PORT"),
+        (("get", "forebay://127.0.0.1:1,127.0.0.1:2", "k"), "2 masters"),
+        (("fsck", "/does/not/exist"), "no such directory"),
+    ],
+    ids=lambda one: one if isinstance(one, str) else " ".join(one),
+)
+def test_what_a_user_gets_wrong_is_one_line_and_status_2(args: tuple[str, ...], words: str) -> None:
+    result = run(*args)
+    assert result.exit_code == 2, result
+    assert words in result.stderr and len(result.stderr.strip().splitlines()) == 1 and result.stdout == ""
+
+
+def test_a_port_in_use_is_one_line(nodes: Farm) -> None:
+    master = nodes.master()
+    result = run("master", "--listen", master.url.removeprefix("forebay://"))
+    assert result.exit_code == 2 and "address already in use" in result.stderr
