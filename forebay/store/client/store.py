@@ -22,7 +22,7 @@ from forebay.store.client.prefetcher import Prefetcher, PrefetchOptions
 from forebay.store.client.puts import Gift, Putter
 from forebay.store.holder.segment import as_bytes
 from forebay.store.wire import auth
-from forebay.store.wire.frames import decode_master_to_client, encode
+from forebay.store.wire.frames import MAX_LOOKUPS, decode_master_to_client, encode
 from forebay.store.wire.messages import (
     MAX_KEY_BYTES,
     MAX_KEYS,
@@ -231,7 +231,7 @@ class StoreClient:
         ``exists``, for the keys that match."""
         deadline = self._deadline(timeout_s)
         matched = 0
-        for some in _slices(keys, MAX_KEYS):
+        for some in _slices(keys, max(1, min(MAX_KEYS, MAX_LOOKUPS // max(1, len(parts))))):
             answer = self._ask(lambda call, some=some: MatchPrefix(call, some, [*parts]), Count, deadline)  # type: ignore[misc]
             if answer is None:
                 break

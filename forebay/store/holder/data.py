@@ -247,6 +247,9 @@ class DataServer:
 
     async def _send_cut(self, connection: Connection, call: int, index: int, cut: Cut) -> None:
         async with _peer(connection).reading:
+            await connection.writable()
+            if not connection.alive:
+                return
             found = await self._reads.read(_tenant(connection), cut.key, cut.generation) if self._reads else None
             if found is None:
                 connection.answer(Part(call, index, Status.NOT_FOUND))
@@ -326,8 +329,8 @@ def _check(message: ClientToHolder, prefix: Prefix) -> None:
         raise FrameError("unequal lists")
     payload = 0
     if isinstance(message, Write | CopyIn):
-        if any(piece.length < 1 for piece in message.pieces):
-            raise FrameError("a piece of no bytes")
+        if not message.pieces or any(piece.length < 1 for piece in message.pieces):
+            raise FrameError("a write of no bytes")
         check_keys([piece.key for piece in message.pieces])
         payload = sum(piece.length for piece in message.pieces) if isinstance(message, Write) else 0
     if prefix.payload_bytes != payload:

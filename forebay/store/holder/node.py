@@ -48,6 +48,7 @@ from forebay.store.wire.messages import (
 
 BEAT_S = 0.5
 DRAIN_S = 10.0
+MAX_CONNECTIONS = 10_000
 
 
 class HolderError(Exception):
@@ -174,7 +175,10 @@ class Holder:
 
     def _accept(self) -> Connection:
         self._numbers += 1
-        return Connection(self.data, self._numbers, self._connections)
+        connection = Connection(self.data, self._numbers, self._connections)
+        if len(self._connections) >= MAX_CONNECTIONS:
+            self._loop.call_soon(connection.drop, f"more than {MAX_CONNECTIONS} connections")
+        return connection
 
     async def _beat(self) -> None:
         while True:

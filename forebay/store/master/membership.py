@@ -63,7 +63,7 @@ def inventory(state: State, now: float, holder: Holder, message: Inventory) -> N
     burial.learn(state, message.graves)
     digger = burial.Digger(state)
     refused: list[tuple[int, int]] = []
-    pending = {replica.stamp for replica in space.ranges(holder, state)} if message.memory else set()
+    pending = {replica.stamp for replica in space.unlisted(holder, state)}
     for entry in message.memory:
         if not _take_memory(state, now, holder, entry, digger, pending):
             refused.append((entry.offset, entry.stamp))

@@ -40,6 +40,7 @@ from forebay.store.wire.messages import (
 
 MAX_OBJECT_BYTES = 1 << 40
 TOKEN_BYTES = 8
+MAX_RETRIES_A_STEP = 256
 _PLACE = struct.Struct("<QQQ")
 
 
@@ -77,8 +78,8 @@ def try_answer(state: State, now: float, request: Waiting, *, final: bool) -> bo
 
 
 def retry_waiting(state: State, now: float) -> None:
-    """Room may have appeared, or time run out: oldest first."""
-    for _ in range(len(state.waiting)):
+    """Room may have appeared, or time run out: oldest first, and not too many in one step."""
+    for _ in range(min(len(state.waiting), MAX_RETRIES_A_STEP)):
         request = state.waiting.popleft()
         if request.session in state.sessions and not try_answer(state, now, request, final=now >= request.deadline):
             state.waiting.append(request)

@@ -210,6 +210,11 @@ def ranges(holder: Holder, state: State) -> Iterator[MemoryReplica]:
     for lanes in holder.lanes.values():
         for lane in (lanes.volatile, lanes.durable, lanes.prefetched):
             yield from lane
+    yield from unlisted(holder, state)
+
+
+def unlisted(holder: Holder, state: State) -> Iterator[MemoryReplica]:
+    """Those of them that no object lists: draining, being put, being promoted. Few."""
     yield from holder.draining.values()
     for tenant in state.tenants.values():
         for put in tenant.pending.values():

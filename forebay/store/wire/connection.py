@@ -74,6 +74,8 @@ class Connection(asyncio.BufferedProtocol):
         self._deadline = time.monotonic() + OPENING_S
         self._stalled_since = 0.0
         self._transport: asyncio.Transport | None = None
+        self._writable = asyncio.Event()
+        self._writable.set()
 
     # ------------------------------------------------------------------------------------------ asyncio's side
 
@@ -89,6 +91,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def connection_lost(self, exc: BaseException | None) -> None:
         self._registry.pop(self.number, None)
+        self._writable.set()
         self._transport = None
         self._targets = []
         if self.peer is not None:
@@ -122,12 +125,14 @@ class Connection(asyncio.BufferedProtocol):
         return False
 
     def pause_writing(self) -> None:
+        self._writable.clear()
         self._stalled_since = time.monotonic()
         if self._transport is not None:
             self._transport.pause_reading()
 
     def resume_writing(self) -> None:
         self._stalled_since = 0.0
+        self._writable.set()
         if self._transport is not None:
             self._transport.resume_reading()
 
@@ -136,6 +141,10 @@ class Connection(asyncio.BufferedProtocol):
     @property
     def alive(self) -> bool:
         return self._transport is not None and not self._transport.is_closing()
+
+    async def writable(self) -> None:
+        """Wait until the peer takes what it asked for, or is gone: whoever makes answers that cost memory asks first."""
+        await self._writable.wait()
 
     def unsent_bytes(self) -> int:
         """What is queued and not yet with the kernel; 0 once the connection is gone."""

@@ -24,6 +24,7 @@ from forebay.store.wire.messages import (
     HolderToMaster,
     MasterToClient,
     MasterToHolder,
+    MatchPrefix,
     Message,
     Opening,
 )
@@ -32,6 +33,7 @@ PROTOCOL_VERSION = 1
 MAX_BODY_BYTES = 16 << 20
 MAX_OPENING_BYTES = 4096
 MAX_PAYLOAD_BYTES = 1 << 40
+MAX_LOOKUPS = 1 << 18  # keys x parts of one match_prefix
 OPTIONAL = 1
 
 PREFIX = struct.Struct("<BBHIQ")
@@ -88,6 +90,10 @@ def _check_limits(message: object) -> None:
     keys = getattr(message, "keys", None)
     if isinstance(keys, list):
         check_keys(keys)
+    if isinstance(message, MatchPrefix):
+        check_keys(message.parts)
+        if len(message.keys) * len(message.parts) > MAX_LOOKUPS:
+            raise FrameError(f"{len(message.keys)} keys of {len(message.parts)} parts; at most {MAX_LOOKUPS} together are allowed")
 
 
 def check_keys(keys: Sequence[object]) -> None:

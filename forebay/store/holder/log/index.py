@@ -67,9 +67,6 @@ class Index:
             self._records.pop(place, None)
         return len(rest) < len(records)
 
-    def highest_generation(self) -> int:
-        return max((records[-1].generation for records in self._records.values()), default=0)
-
 
 def covers(grave: Grave, generation: int) -> bool:
     return generation == grave.generation if grave.exact else generation <= grave.generation

@@ -82,7 +82,8 @@ class SsdLog:
 
     @property
     def highest_generation(self) -> int:
-        return max(self._highest, self.index.highest_generation())
+        """Of everything ever seen here, tombstones included."""
+        return self._highest
 
     def entries(self) -> list[HeldSsd]:
         """Everything that counts; of one key the oldest generation first."""
