@@ -25,7 +25,7 @@ from forebay.models.batch import StageBatch
 from forebay.models.config import ModelConfig
 from forebay.models.kv import KVPool
 from forebay.models.linear import Linear
-from forebay.models.rope import RopeTable, rotate_
+from forebay.models.rope import RopeTable, rotate
 from forebay.models.shard import Shard, check_tp
 from forebay.models.weights import Checkpoint
 
@@ -73,6 +73,10 @@ class Stage:
         self._heads = len(shard.heads(config))
         self._kv_heads = len(shard.kv_heads(config))
 
+    def join(self, tp_group: dist.ProcessGroup | None) -> None:
+        """The group that shares this stage's layers by heads; it may come into being only after the weights are loaded."""
+        self._tp_group = tp_group
+
     def forward(self, inputs: Tensor, batch: StageBatch, kv: KVPool, on_layer: Callable[[int], None] | None = None) -> Tensor:
         """Run all layers over the rows of `batch`, writing their keys and values into `kv`.
 
@@ -104,7 +108,7 @@ class Stage:
             q = rms_norm(qk[:, : self._heads], layer.q_norm, config.norm_eps)
             k = rms_norm(qk[:, self._heads :], layer.k_norm, config.norm_eps)
             qk = torch.cat((q, k), dim=1)
-        qk = rotate_(qk, *rope)
+        qk = rotate(qk, *rope)
         return qk[:, : self._heads], qk[:, self._heads :], qkv[:, both:]
 
     def _mlp(self, layer: Layer, hidden: Tensor) -> Tensor:

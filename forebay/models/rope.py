@@ -54,15 +54,16 @@ class RopeTable:
         self._sin = sin.to(self._dtype).to(self._device)
 
 
-def rotate_(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate `x (T, heads, head_dim)`; the answer is a new tensor.
 
-    With halves a, b of each head: (a cos - b sin, b cos + a sin).
+    With halves a, b of each head: (a cos - b sin, b cos + a sin). Each product is rounded, as in transformers: a fused
+    multiply-add is more exact, but then bfloat16 text leaves the reference's earlier (docs/LOG.md).
     """
     half = x.shape[-1] // 2
     out = x * cos
-    out[..., :half].addcmul_(x[..., half:], sin, value=-1)
-    out[..., half:].addcmul_(x[..., :half], sin)
+    out[..., :half].sub_(x[..., half:] * sin)
+    out[..., half:].add_(x[..., :half] * sin)
     return out
 
 

@@ -98,8 +98,7 @@ class LoadedRank:
         pool = self._pool(pages)
         copier = CopyEngine(pool, HostPool(pool, order.host_pages), ring, saved)
         grid = join(self.place, self.device, self.rendezvous, order.rendezvous)
-        # The group exists only now; the stage was loaded without.
-        self.stage._tp_group = grid.tp_group
+        self.stage.join(grid.tp_group)
         executor = Executor(
             self.stage,
             pool,

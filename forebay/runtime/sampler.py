@@ -31,6 +31,8 @@ _NUCLEUS_FIRST = 256
 # The upper 16 bits of the float 1.0 are 0x3F80.
 _BUCKETS = 0x3F80 + 1
 _CPU_ROWS = 1
+# Below this everything but the peak has weight 0 anyway, and float32 would make it 0.
+_TEMPERATURE_MIN = 1e-8
 
 Chosen = tuple[int, TokenLogprobs | None]
 
@@ -130,9 +132,11 @@ class Sampler:
 
     def _draw(self, logits: Tensor, params: list[SamplingParams], steps: list[Step]) -> list[int]:
         """Inverse of the cumulative distribution, in order of token id. ``logits`` (R, V) may be overwritten."""
-        logits /= self._column([p.temperature for p in params])
-        peaks = logits.amax(dim=-1, keepdim=True)
-        weights = self._filter(logits, peaks, params)
+        # The peak goes first: divided by a tiny temperature it would be infinite.
+        logits -= logits.amax(dim=-1, keepdim=True)
+        logits /= self._column([max(p.temperature, _TEMPERATURE_MIN) for p in params])
+        weights = logits.exp_()
+        self._filter(weights, params)
         cumulated = weights.cumsum(dim=-1, dtype=torch.float64)
         totals = cumulated[:, -1:]
         numbers = [uniform(p.seed or 0, step.output_index) for p, step in zip(params, steps, strict=True)]
@@ -143,13 +147,11 @@ class Sampler:
         tokens: list[int] = found.clamp_(max=self._vocab_size - 1).tolist()
         return tokens
 
-    def _filter(self, logits: Tensor, peaks: Tensor, params: list[SamplingParams]) -> Tensor:
-        """Weights (R, V): exp(logit - peak), and 0 for what min_p, then top_k, then top_p take out."""
-        weights = (logits - peaks).exp_()
+    def _filter(self, weights: Tensor, params: list[SamplingParams]) -> None:
+        """Zero what min_p, then top_k, then top_p take out. ``weights`` (R, V): exp(logit - the row's largest)."""
         self._cut(weights, params, lambda p: p.min_p > 0, self._min_p_floor)
         self._cut(weights, params, lambda p: 0 < p.top_k < self._vocab_size, self._top_k_floor)
         self._cut(weights, params, lambda p: p.top_p < 1, self._top_p_floor)
-        return weights
 
     def _cut(
         self,

@@ -16,7 +16,8 @@ import httpx
 import openai
 import psutil
 import pytest
-from tiny_text import LAYERS, write_random_weights, write_text_model
+
+from tests.frontend.tiny_text import LAYERS, write_random_weights, write_text_model
 
 DEADLINE_S = 90.0
 OPTIONS = ["--pp", "2", "--page-size", "8", "--device-memory", "4MiB", "--threads-per-rank", "1"]

@@ -8,13 +8,13 @@ from pathlib import Path
 import httpx
 import pytest
 import uvloop
-from fake_planner import DEADLINE_S, FakePlanner
-from served import MODEL, Server, says, wait_ready
-from tiny_text import CONTEXT, write_text_model
 
 from forebay.frontend.model import ServedModel, load_served_model
 from forebay.frontend.server import listen, serve_on
 from forebay.settings import Settings
+from tests.frontend.fake_planner import DEADLINE_S, FakePlanner
+from tests.frontend.served import MODEL, Server, says, wait_ready
+from tests.frontend.tiny_text import CONTEXT, write_text_model
 
 
 @pytest.fixture(scope="session")

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import httpx
 import openai
-from fake_planner import DEADLINE_S, FakePlanner
-from tiny_text import EOS
 
 from forebay.core.messages import Submit
+from tests.frontend.fake_planner import DEADLINE_S, FakePlanner
+from tests.frontend.tiny_text import EOS
 
 MODEL = "tiny"
 

@@ -5,13 +5,13 @@ from collections.abc import Callable
 
 import openai
 import pytest
-from fake_planner import FakePlanner
-from served import MODEL, Server, says, until, wait_ready
-from tiny_text import CONTEXT, EOS
 
 import forebay
 from forebay.core.messages import GridState, Usage
 from forebay.settings import Settings
+from tests.frontend.fake_planner import FakePlanner
+from tests.frontend.served import MODEL, Server, says, until, wait_ready
+from tests.frontend.tiny_text import CONTEXT, EOS
 
 Start = Callable[..., Server]
 

@@ -6,12 +6,12 @@ from typing import Any
 
 import psutil
 import pytest
-from fake_planner import DEADLINE_S
-from served import MODEL, Server
-from tiny_text import CONTEXT, VOCABULARY
 
 from forebay.core.messages import FinishReason
 from forebay.frontend.limits import MAX_PROMPTS, body_limit
+from tests.frontend.fake_planner import DEADLINE_S
+from tests.frontend.served import MODEL, Server
+from tests.frontend.tiny_text import CONTEXT, VOCABULARY
 
 USER = [{"role": "user", "content": "x"}]
 BODY_LIMIT = body_limit(CONTEXT)

@@ -1,10 +1,10 @@
 """`/v1/completions` and `/v1/chat/completions`, not streamed: what goes to the engine, and what comes back."""
 
 import pytest
-from served import Server, says, until
-from tiny_text import CONTEXT, EOS
 
 from forebay.core.messages import Submit, TierUse, Usage, unpack_tokens
+from tests.frontend.served import Server, says, until
+from tests.frontend.tiny_text import CONTEXT, EOS
 
 
 def prompt_text(submit: Submit) -> str:

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tiny_text import CONTEXT, write_random_weights, write_text_model
 
 from forebay import LLM, SamplingParams
 from forebay.frontend.prompts import PromptError
 from forebay.settings import SettingsError
+from tests.frontend.tiny_text import CONTEXT, write_random_weights, write_text_model
 
 SETTINGS = {"pp": 2, "page_size": 8, "device_memory": "4MiB", "threads_per_rank": 1}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)

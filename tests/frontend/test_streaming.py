@@ -6,10 +6,10 @@ import socket
 import httpx
 import openai
 import pytest
-from fake_planner import DEADLINE_S
-from served import MODEL, Server, says
 
 from forebay.core.messages import FinishReason, Usage
+from tests.frontend.fake_planner import DEADLINE_S
+from tests.frontend.served import MODEL, Server, says
 
 
 def test_a_chat_streams_role_text_and_end(server: Server) -> None:

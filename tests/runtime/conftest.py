@@ -6,8 +6,9 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-import tiny_llama
-from scripted_planner import ScriptedPlanner
+
+from tests.runtime import tiny_llama
+from tests.runtime.scripted_planner import ScriptedPlanner
 
 Grids = Callable[[int, int], ScriptedPlanner]
 

@@ -224,3 +224,9 @@ def test_the_floor_found_by_buckets_is_the_one_found_by_sorting(seed: int, rows:
     for row, share, floor in zip(weights, shares, found.flatten().tolist(), strict=True):
         descending = np.sort(row)[::-1]
         assert floor == descending[np.argmax(np.cumsum(descending, dtype=np.float64) >= share * row.sum(dtype=np.float64))]
+
+
+@pytest.mark.parametrize("temperature", [1e-300, 1e-30, 1e-6])
+def test_a_tiny_temperature_is_as_good_as_greedy(temperature: float) -> None:
+    logits = np.linspace(-50, 50, VOCAB, dtype=np.float32)
+    assert sample([Case(logits, SamplingParams(temperature=temperature, seed=1, top_p=0.9), [1], [])]) == [VOCAB - 1]

@@ -9,10 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from scripted_planner import DEADLINE_S, PAGES, START_DEADLINE_S, ScriptedPlanner, Work, WorkerFault
 
 from forebay.core.messages import Fault
 from forebay.observe.events import SpanKind, read_flight_record
+from tests.runtime.scripted_planner import DEADLINE_S, PAGES, START_DEADLINE_S, ScriptedPlanner, Work, WorkerFault
 
 # A rank that waits for a dead neighbour hears of it from the kernel, not by a time-out.
 NEIGHBOUR_S = 10.0
@@ -20,7 +20,7 @@ NEIGHBOUR_S = 10.0
 ORPHANS = """
 import sys
 from pathlib import Path
-from scripted_planner import ScriptedPlanner
+from tests.runtime.scripted_planner import ScriptedPlanner
 planner = ScriptedPlanner(Path(sys.argv[1]), pp=2).start()
 print(*(process.pid for process in planner.processes), flush=True)
 sys.stdin.read()
@@ -135,7 +135,7 @@ def test_it_ends_when_the_planner_closes_its_sockets(tiny_model: Path) -> None:
 
 def test_it_ends_with_its_parent(tiny_model: Path) -> None:
     command = [sys.executable, "-c", ORPHANS, str(tiny_model)]
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment) as parent:
         assert parent.stdout is not None
         pids = [int(word) for word in parent.stdout.readline().split()]

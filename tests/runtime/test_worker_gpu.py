@@ -6,8 +6,9 @@ With fewer GPUs than ranks, ranks share them, and what goes between them is stag
 from pathlib import Path
 
 import pytest
-from scripted_planner import ScriptedPlanner, Work
-from test_worker_text import GRIDS, prompt, story
+
+from tests.runtime.scripted_planner import ScriptedPlanner, Work
+from tests.runtime.test_worker_text import GRIDS, prompt, story
 
 pytestmark = pytest.mark.gpu
 

@@ -5,12 +5,12 @@ import tempfile
 from pathlib import Path
 
 import pytest
-import tiny_llama
-from conftest import Grids
-from scripted_planner import EPOCH, GREEDY, Request, ScriptedPlanner, Work
 
 from forebay.core.messages import Plan, Remap, Stop
 from forebay.core.sampling import SamplingParams
+from tests.runtime import tiny_llama
+from tests.runtime.conftest import Grids
+from tests.runtime.scripted_planner import EPOCH, GREEDY, Request, ScriptedPlanner, Work
 
 GRIDS = [(1, 1), (2, 1), (1, 2)]
 

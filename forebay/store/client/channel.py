@@ -19,7 +19,7 @@ from forebay.store.wire.frames import PREFIX, BodyDecoder, FrameError, Prefix, d
 from forebay.store.wire.messages import Challenge, Message, Refused, Role, Welcome
 
 T = TypeVar("T")
-_SCRATCH_BYTES = 64 << 10
+_SCRATCH_BYTES = 8 << 10  # small, so that payload goes past it
 _IOV_MAX = 512
 _TIMEVAL = struct.Struct("ll")
 Bytes = npt.NDArray[np.uint8]

@@ -163,7 +163,9 @@ class HolderPeer:
 
     def close(self) -> None:
         self.pool.close()
-        self.segment = None  # readers that are still copying hold it themselves
+        segment, self.segment = self.segment, None  # readers that are still copying hold it themselves
+        if segment is not None:
+            segment.close()
 
     def _connect(self, deadline: float) -> Channel:
         if self._door_open:

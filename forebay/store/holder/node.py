@@ -107,7 +107,7 @@ class Holder:
         self._link = MasterLink(self.config.master, self._secrets.of(auth.HOLDER_TENANT), self)
         if self.log is not None:
             self._writer = LogWriter(self.log, self.config.fsync, self._report)
-            self._reads = LogReads(self.log)
+            self._reads = LogReads(self.log, lambda entry: self._link.send(Dropped([entry])))
             self._promoter = Promoter(self.memory, self.segment, self._reads, self._link, self)
         self.data = DataServer(self, self._reads, self._promoter, self._secrets)
         self._server = await loop.create_server(self._accept, self.address.host, self.address.port, backlog=1024)
@@ -174,7 +174,7 @@ class Holder:
             used = self.log.used_bytes if self.log is not None else 0
             state = self._writer.state if self._writer is not None else "none"
             self._link.send(Beat(used, state, state == "ok"))
-            await asyncio.sleep(BEAT_S)
+            await asyncio.sleep(min(BEAT_S, self.lease_s / 4))
 
     # ------------------------------------------------------------------------------------------ Keeper
 

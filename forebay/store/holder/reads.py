@@ -4,12 +4,14 @@ Buffers are page-aligned (O_DIRECT) and reused; one that a transport may still b
 """
 
 import asyncio
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
 from forebay.store.holder.log.files import aligned_buffer
 from forebay.store.holder.log.log import SsdLog
 from forebay.store.holder.log.record import padded
+from forebay.store.wire.messages import HeldSsd
 
 READ_THREADS = 4
 MAX_IDLE_BYTES = 256 << 20
@@ -22,10 +24,13 @@ class Loan(Protocol):
 
 
 class LogReads:
-    """Used by the loop's thread. Every buffer got from ``read`` is given back with ``release`` once per caller."""
+    """``damaged`` hears of each record that a read found bad. Used by the loop's thread.
 
-    def __init__(self, log: SsdLog) -> None:
+    Every buffer got from ``read`` is given back with ``release`` once per caller."""
+
+    def __init__(self, log: SsdLog, damaged: Callable[[HeldSsd], None]) -> None:
         self._log = log
+        self._damaged = damaged
         self._threads = ThreadPoolExecutor(READ_THREADS, "log-read")
         self._under_way: dict[tuple[str, bytes, int], asyncio.Future[memoryview | None]] = {}
         self._users: dict[int, int] = {}  # id of buffer -> users
@@ -46,12 +51,14 @@ class LogReads:
             under_way = self._under_way[name] = loop.run_in_executor(self._threads, self._fill, name, buffer)
             under_way.add_done_callback(lambda _: self._under_way.pop(name, None))
             self._users[id(buffer)] = 1
-            found = await under_way
+            found = await asyncio.shield(under_way)
             if found is None:
                 self.release(buffer)
+                if self._log.length_of(tenant, key, generation) is None:
+                    self._damaged(HeldSsd(tenant, key, generation, length))
                 return None
             return found, length
-        found = await under_way
+        found = await asyncio.shield(under_way)
         if found is None:
             return None
         if id(found) not in self._users:  # all earlier users were done before we woke

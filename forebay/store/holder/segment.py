@@ -26,6 +26,7 @@ HEADER_BYTES = 64
 _HEADER = struct.Struct("<QQI")
 _STATE = struct.Struct("<I")
 _STATE_AT = 16
+_MADV_POPULATE_READ = 22
 _MADV_POPULATE_WRITE = 23
 _F_SEAL_FUTURE_WRITE = 0x10  # whoever gets the descriptor later can only read
 _POPULATE_BYTES = 64 << 20
@@ -50,6 +51,28 @@ def as_bytes(buffer: Buffer) -> npt.NDArray[np.uint8]:
     return np.frombuffer(view, dtype=np.uint8) if view.nbytes else np.empty(0, np.uint8)
 
 
+class Toucher:
+    """Maps all pages in the background, so that first copies meet no page faults. Old kernels cannot; then faults do it."""
+
+    def __init__(self, mapped: mmap.mmap, size: int, advice: int) -> None:
+        self._stopped = threading.Event()
+        base = np.frombuffer(mapped, dtype=np.uint8)
+        self._thread = threading.Thread(target=self._run, args=(base, size, advice), name="segment-populate", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stopped.set()
+        self._thread.join()
+
+    def _run(self, base: npt.NDArray[np.uint8], size: int, advice: int) -> None:
+        libc = ctypes.CDLL(None, use_errno=True)
+        address = base.ctypes.data
+        for start in range(0, size, _POPULATE_BYTES):
+            count = min(_POPULATE_BYTES, size - start)
+            if self._stopped.is_set() or libc.madvise(ctypes.c_void_p(address + start), ctypes.c_size_t(count), advice):
+                return
+
+
 class Segment:
     """``capacity`` bytes, really allocated. Close it when no view of it is in use any more."""
 
@@ -64,9 +87,7 @@ class Segment:
         self._map = mmap.mmap(self.fd, self.capacity)
         fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | _F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL)
         self.view = memoryview(self._map)
-        self._stop = threading.Event()
-        self._toucher = threading.Thread(target=self._populate, name="segment-populate", daemon=True)
-        self._toucher.start()
+        self._toucher = Toucher(self._map, self.capacity, _MADV_POPULATE_WRITE)
 
     def begin(self, offset: int, stamp: int, length: int) -> None:
         """A write starts: no reader may take what is here for anything."""
@@ -90,20 +111,10 @@ class Segment:
         return offset >= 0 and offset % ALIGN_BYTES == 0 and offset + footprint(length, HEADER_BYTES) <= self.capacity
 
     def close(self) -> None:
-        self._stop.set()
-        self._toucher.join()
+        self._toucher.stop()
         self.view.release()
         self._map.close()
         os.close(self.fd)
-
-    def _populate(self) -> None:
-        """Map all pages in the background, so that first writes meet no page faults. Old kernels cannot; then faults do it."""
-        libc = ctypes.CDLL(None, use_errno=True)
-        base = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
-        for start in range(0, self.capacity, _POPULATE_BYTES):
-            size = min(_POPULATE_BYTES, self.capacity - start)
-            if self._stop.is_set() or libc.madvise(ctypes.c_void_p(base + start), ctypes.c_size_t(size), _MADV_POPULATE_WRITE):
-                return
 
 
 class MappedSegment:
@@ -116,6 +127,7 @@ class MappedSegment:
             os.close(fd)
         self.capacity = capacity
         self._bytes = np.frombuffer(self._map, dtype=np.uint8)
+        self._toucher = Toucher(self._map, capacity, _MADV_POPULATE_READ)
 
     def copy_out(self, offset: int, stamp: int, start: int, target: npt.NDArray[np.uint8]) -> Status:
         """Copy from ``start`` of the object at ``offset`` until ``target`` is full; the GIL is released meanwhile.
@@ -133,5 +145,5 @@ class MappedSegment:
         return bool(found == stamp and state == HeaderState.LIVE and length >= at_least)
 
     def close(self) -> None:
-        del self._bytes
-        self._map.close()
+        """The mapping goes when its last user does."""
+        self._toucher.stop()
