@@ -278,18 +278,26 @@ class FakeGrid:
                 self._store_engines[rank.rank].send(self._delay(), lambda: self._say(rank, done))
 
     def _fetch(self, rank: FakeRank, ticket: Ticket, done: int) -> None:
-        """One page after another; a miss, a failure or a Cancel ends it. Every batch of two is acknowledged."""
+        """One page after another; a Cancel begins no new read."""
         if self.dead or rank.paused:
             return
-        ends = done == len(ticket.pages) or ticket.transfer in rank.cancelled
-        ends = ends or self._random.random() < self._timing.store_failures
-        if ends or not rank.fetch(self._store, ticket.pages[done]):
+        if done == len(ticket.pages) or ticket.transfer in rank.cancelled:
             self._say(rank, FetchProgress(self.epoch, rank.rank, ticket.transfer, done, True))
             return
-        if done % 2:
-            self._say(rank, FetchProgress(self.epoch, rank.rank, ticket.transfer, done + 1, False))
         seconds = self._random.uniform(0, self._timing.fetch_high)
-        self._heap.after(seconds, lambda: self._fetch(rank, ticket, done + 1))
+        self._heap.after(seconds, lambda: self._read(rank, ticket, done))
+
+    def _read(self, rank: FakeRank, ticket: Ticket, done: int) -> None:
+        """A read that was under way writes its page, whatever has been cancelled meanwhile; a miss or a failure ends the ticket."""
+        if self.dead or rank.paused:
+            return
+        fails = self._random.random() < self._timing.store_failures
+        if fails or not rank.fetch(self._store, ticket.pages[done]):
+            self._say(rank, FetchProgress(self.epoch, rank.rank, ticket.transfer, done, True))
+            return
+        if done % 2:  # acknowledged in batches of two
+            self._say(rank, FetchProgress(self.epoch, rank.rank, ticket.transfer, done + 1, False))
+        self._fetch(rank, ticket, done + 1)
 
     def _say(self, rank: FakeRank, message: Acknowledgement) -> None:
         if not self.dead and not rank.paused:
