@@ -18,6 +18,7 @@ from typing import Annotated, Any
 
 import msgspec
 
+from forebay.core.tickets import FetchPolicy
 from forebay.core.transfers import WritePolicy
 
 ENVIRONMENT_PREFIX = "FOREBAY_"
@@ -42,6 +43,11 @@ class Device(StrEnum):
 class Schedule(StrEnum):
     FCFS = "fcfs"
     PREFIX = "prefix"
+
+
+class FetchRoute(StrEnum):
+    TICKET = "ticket"
+    OFF = "off"
 
 
 @dataclass(frozen=True)
@@ -97,6 +103,15 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = None
     write_policy: Annotated[WritePolicy, Setting("when a full page is copied to host memory")] = WritePolicy.WRITE_THROUGH
+    store: Annotated[str, Setting("the store below host memory (L3): embedded, forebay://HOST:PORT, file:DIR or none")] = "none"
+    fetch_route: Annotated[
+        FetchRoute, Setting("how a stored prefix reaches the stages: by ticket to all at once while the request waits, or not at all")
+    ] = FetchRoute.TICKET
+    fetch_policy: Annotated[
+        FetchPolicy,
+        Setting("how long a request waits for its ticket: to the end, not at all, or 2 s + 0.1 s per 1,024 tokens, at most 30 s"),
+    ] = FetchPolicy.TIMEOUT
+    fetch_threshold: Annotated[int, Setting("stored prefixes shorter than this are computed", "tokens", 0, 1 << 20)] = 256
     chunk_size: Annotated[
         int,
         Setting("prefill tokens that one plan may run; smaller = steadier decodes", "tokens", 1, 1 << 20, ("--chunked-prefill-size",)),

@@ -1,12 +1,13 @@
 """Who may run next (rule R12): match, pin and reserve in one step, or release everything."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from forebay.core.messages import Usage
 from forebay.core.replica import Replica
 from forebay.core.request import Request
+from forebay.core.tickets import release_ready
 from forebay.core.transfers import SELECTIVE_HITS, WritePolicy
-from forebay.core.tree import NONE, Tier
+from forebay.core.tree import NONE, Node, Tier
 
 PREFIX_WINDOW = 64
 
@@ -16,18 +17,22 @@ def admit(replica: Replica, now: float) -> None:
 
     A request whose next page is just being computed by a running one waits a plan without holding up others (rule R8).
     """
+    cache = replica.cache
+    assert cache is not None
     for request in _candidates(replica):
         if len(replica.running) >= replica.config.max_running:
             return
-        if _next_page_is_coming(replica, request):
+        if not replica.tickets.may_run(request, cache) or _next_page_is_coming(replica, request):
             continue
-        loaded = _reserve(replica, request)
-        if loaded is None:
+        loads = _reserve(replica, request)
+        if loads is None:
             return
+        fetched = set(map(id, request.ready))
+        release_ready(request, cache)
         replica.start_running(request)
         _want_backups(replica, request)
         if request.usage is None:
-            _account(replica, request, loaded, now)
+            _account(replica, request, [id(node) in fetched for node in loads], now)
 
 
 def _candidates(replica: Replica) -> Iterator[Request]:
@@ -50,9 +55,9 @@ def _next_page_is_coming(replica: Replica, request: Request) -> bool:
     return False
 
 
-def _reserve(replica: Replica, request: Request) -> int | None:
+def _reserve(replica: Replica, request: Request) -> list[Node] | None:
     """Pin the cached prefix, begin to load what of it is in host memory only, and take device pages for that and for the rest of
-    the known tokens, if one more page could be had besides. The number of pages to be loaded, or None and nothing has changed."""
+    the known tokens, if one more page could be had besides. The nodes to be loaded, or None and nothing has changed."""
     cache = replica.cache
     assert cache is not None
     path = cache.tree.match(request.extend_hashes())
@@ -78,16 +83,22 @@ def _reserve(replica: Replica, request: Request) -> int | None:
     request.table = [node.page for node in path] + own[len(loads) :]
     # The last token is always computed (rule R7), even if its page is cached.
     request.computed = min(len(path) * replica.config.page_size, request.length - 1)
-    return len(loads)
+    return loads
 
 
-def _account(replica: Replica, request: Request, loaded: int, now: float) -> None:
-    """Where the prompt's KV came from, told once; a token that is computed although its page is cached counts for no tier."""
-    host = min(loaded * replica.config.page_size, request.computed)
-    device = request.computed - host
-    request.usage = Usage(cached_device=device, cached_host=host, queue_s=now - request.arrived_at)
+def _account(replica: Replica, request: Request, loads: Sequence[bool], now: float) -> None:
+    """Where the prompt's KV came from, told once; a token that is computed although its page is cached counts for no tier.
+
+    ``loads``: for each page that was loaded, whether the request's ticket had brought it from the store.
+    """
+    page_size = replica.config.page_size
+    store = min(sum(loads) * page_size, request.computed)
+    host = min((len(loads) - sum(loads)) * page_size, request.computed - store)
+    device = request.computed - host - store
+    request.usage = Usage(cached_device=device, cached_host=host, cached_store=store, queue_s=now - request.arrived_at)
     replica.cached_device_tokens += device
     replica.cached_host_tokens += host
+    replica.cached_store_tokens += store
 
 
 def _want_backups(replica: Replica, request: Request) -> None:

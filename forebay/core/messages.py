@@ -3,8 +3,10 @@
     frontend  -- Submit, Abort, Flush ------------------->  planner
     frontend  <- Outputs, FlushDone, Snapshot ------------  planner
     worker    -- Hello, Loaded, Ready, PlanDone,
-                 TransferDone, Heartbeat, Fault --------->  planner
-    worker    <- Allocate, Plan, Stop --------------------  planner
+                 TransferDone, Heartbeat, Fault,
+                 FetchProgress, StoreDone --------------->  planner
+    worker    <- Allocate, Plan, Stop --------------------  planner     the plan channel
+    worker    <- Ticket, Cancel, Store -------------------  planner     the ticket channel, read by the worker's I/O thread
 
 One frame is one version byte and one msgpack body, at most ``MAX_FRAME_BYTES`` long. Bodies are tagged arrays, so field
 *order* is the format: add fields at the end with a default, or raise ``PROTOCOL_VERSION``. `tests/core/test_messages.py`
@@ -152,7 +154,8 @@ class Snapshot(_Message, frozen=True):
     """The planner's state, sent at least every 0.5 s (the frontend's proof that it ticks) and on every change of state.
 
     Counters only rise within one planner process. ``plan_s_buckets`` counts retired plans by duration, one bucket per
-    bound of ``PLAN_SECONDS_BOUNDS`` and one above; ``plan_s_sum`` adds the durations up.
+    bound of ``PLAN_SECONDS_BOUNDS`` and one above; ``plan_s_sum`` adds the durations up. ``tickets`` counts them by outcome,
+    ``unused_pages`` what was wanted and not fetched or fetched and not used, by reason.
     """
 
     state: GridState
@@ -167,10 +170,19 @@ class Snapshot(_Message, frozen=True):
     prompt_tokens: int = 0
     cached_device_tokens: int = 0
     cached_host_tokens: int = 0
+    cached_store_tokens: int = 0
     output_tokens: int = 0
     plan_s_buckets: tuple[int, ...] = ()
     plan_s_sum: float = 0.0
     detail: str = ""
+    tickets: dict[str, int] = {}
+    unused_pages: dict[str, int] = {}
+    stored_pages: int = 0
+    store_failures: int = 0
+
+
+class ProtocolError(ValueError):
+    """A well-formed message that a rank cannot mean: its grid is not in the state that the planner knows."""
 
 
 PLAN_SECONDS_BOUNDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
@@ -261,6 +273,36 @@ class Plan(_Message, frozen=True):
     backup: Backup | None = None
 
 
+class PageKey(msgspec.Struct, frozen=True, array_like=True):
+    """A host page and the page hash that names its content in the store; each rank adds the name of its own part."""
+
+    host: int
+    hash: bytes
+
+
+class Ticket(_Message, frozen=True):
+    """FETCH: read these pages from the store into host pages, from the front; say how far it is as batches end."""
+
+    epoch: int
+    transfer: int
+    pages: tuple[PageKey, ...]
+
+
+class Cancel(_Message, frozen=True):
+    """Begin no new read for this ticket; a final `FetchProgress` still follows. Unknown numbers have ended already."""
+
+    epoch: int
+    transfer: int
+
+
+class Store(_Message, frozen=True):
+    """STORE: put these host pages into the store."""
+
+    epoch: int
+    transfer: int
+    pages: tuple[PageKey, ...]
+
+
 class Stop(_Message, frozen=True):
     """End in good order."""
 
@@ -329,6 +371,25 @@ class TransferDone(_Message, frozen=True):
     pages: int
 
 
+class FetchProgress(_Message, frozen=True):
+    """The first ``pages`` of the ticket are in this rank's host pages. ``final``: it touches none of the ticket's pages any more."""
+
+    epoch: int
+    rank: int
+    transfer: int
+    pages: int
+    final: bool
+
+
+class StoreDone(_Message, frozen=True):
+    """This rank has finished the STORE; ``stored``: one byte a page, 1 where its part is in the store."""
+
+    epoch: int
+    rank: int
+    transfer: int
+    stored: bytes
+
+
 class Heartbeat(_Message, frozen=True):
     """Sent every second by a thread of its own; ``applied`` is the last plan this rank has begun."""
 
@@ -351,7 +412,8 @@ class Fault(_Message, frozen=True):
 ToPlanner = Submit | Abort | Flush
 ToFrontend = Outputs | FlushDone | Snapshot
 ToWorker = Allocate | Plan | Stop
-FromWorker = Hello | Loaded | Ready | PlanDone | TransferDone | Heartbeat | Fault
+ToWorkerIo = Ticket | Cancel | Store
+FromWorker = Hello | Loaded | Ready | PlanDone | TransferDone | FetchProgress | StoreDone | Heartbeat | Fault
 
 T = TypeVar("T")
 _VERSION = bytes([PROTOCOL_VERSION])
@@ -386,6 +448,7 @@ class Decoder(Generic[T]):
 decode_to_planner: Decoder[ToPlanner] = Decoder(ToPlanner)  # type: ignore[arg-type]
 decode_to_frontend: Decoder[ToFrontend] = Decoder(ToFrontend)  # type: ignore[arg-type]
 decode_to_worker: Decoder[ToWorker] = Decoder(ToWorker)  # type: ignore[arg-type]
+decode_to_worker_io: Decoder[ToWorkerIo] = Decoder(ToWorkerIo)  # type: ignore[arg-type]
 decode_from_worker: Decoder[FromWorker] = Decoder(FromWorker)  # type: ignore[arg-type]
 
 

@@ -112,6 +112,27 @@ class PageCache:
             self.host.release(page, Owner.TRANSFER)
         self.tree.unpin((node,))
 
+    # ------------------------------------------------------------------------------------------ FETCH: store -> host
+
+    def free_host(self, page: int) -> None:
+        """A transfer's host page that nothing came of."""
+        self.host.release(page, Owner.TRANSFER)
+
+    def place_fetched(self, hash: bytes, parent: Node | None, page: int) -> Node:
+        """A fetched page joins the tree, unpinned; if the tree has the page in host memory already, or will have, it is freed."""
+        node = self.tree.get(hash)
+        if node is None or (node.pages[Tier.HOST] == NONE and not node.saving):
+            self.host.to_node(page, Owner.TRANSFER)
+            if node is None:
+                node = self.tree.insert(hash, parent, Tier.HOST, page)
+            else:
+                self.tree.place(node, Tier.HOST, page)
+            self.tree.unpin((node,), Tier.HOST)
+            node.stored = True
+        else:
+            self.free_host(page)
+        return node
+
     # ------------------------------------------------------------------------------------------ giving up
 
     def release(self, path: Sequence[Node], pages: Sequence[int], after_plan: int, loaded: Sequence[Node] = ()) -> None:
@@ -153,10 +174,18 @@ class PageCache:
     def _make_room(self, pool: PagePool, tier: Tier, count: int) -> bool:
         while pool.free < count:
             page = self.tree.evict(tier)
-            if page is None:
+            if page is not None:
+                pool.release(page, Owner.NODE)
+            elif tier is Tier.HOST or not self._unblock():
                 return False
-            pool.release(page, Owner.NODE)
         return True
+
+    def _unblock(self) -> bool:
+        """Device pages may hang on by nodes below them that are in host memory only (fetched ones): take one of those."""
+        page = self.tree.evict(Tier.HOST) if self.tree.unpinned(Tier.DEVICE) else None
+        if page is not None:
+            self.host.release(page, Owner.NODE)
+        return page is not None
 
     def _let_go(self, fenced: Fenced, owner: Owner) -> None:
         self.tree.unpin(fenced.path)

@@ -21,6 +21,8 @@ from forebay.core.hashing import root_hash
 from forebay.core.messages import (
     MAX_REQUEST_ID_CHARS,
     Abort,
+    Cancel,
+    FetchProgress,
     FinishReason,
     Flush,
     FlushDone,
@@ -29,14 +31,19 @@ from forebay.core.messages import (
     Output,
     Plan,
     PlanDone,
+    ProtocolError,
     Snapshot,
+    Store,
+    StoreDone,
     Submit,
+    Ticket,
     TierUse,
     TransferDone,
 )
 from forebay.core.replica import InFlight, PlannerConfig, Replica
-from forebay.core.request import Request, RequestState
+from forebay.core.request import Phase, Request, RequestState
 from forebay.core.statistics import Counters, tier_use
+from forebay.core.tickets import Query, QueryDone, release_ready
 from forebay.core.tree import Tier
 
 
@@ -65,18 +72,21 @@ class GridLost:
     hopeless: bool = False
 
 
-Event = Submit | Abort | Flush | PlanDone | TransferDone | Heartbeat | GridReady | GridLost
+Event = Submit | Abort | Flush | PlanDone | TransferDone | FetchProgress | StoreDone | QueryDone | Heartbeat | GridReady | GridLost
 
 
 @dataclass(slots=True)
 class Effects:
-    """What the caller must do, in this order: restart the grid if asked, send the plan to every rank, then tell the frontend.
+    """What the caller must do, in this order: restart the grid if asked, send the plan and the orders to every rank (each on its own
+    channel), ask the store the queries, then tell the frontend.
 
     ``restart``: end all ranks, start them as epoch ``planner.epoch``, and report `GridReady` or `GridLost`.
     """
 
     restart: str | None = None
     plan: Plan | None = None
+    orders: list[Ticket | Cancel | Store] = field(default_factory=list)
+    queries: list[Query] = field(default_factory=list)
     outputs: list[Output] = field(default_factory=list)
     flushed: list[FlushDone] = field(default_factory=list)
     state_changed: bool = False
@@ -121,14 +131,18 @@ class Planner:
             self._watch(now)
         self._flush(now)
         if self.state is GridState.READY:
+            self._tend_store(now)
             if not self._flushes:
                 admit(self.replica, now)
             effects.plan = building.build_plan(self.replica, self.epoch, now)
+            self._collect_orders()
         return effects
 
     def next_deadline(self) -> float | None:
         """When a step is due even if no event comes."""
-        return min((pending.deadline for pending in self._flushes), default=None)
+        flush = min((pending.deadline for pending in self._flushes), default=None)
+        ticket = self.replica.tickets.next_deadline()
+        return min((due for due in (flush, ticket) if due is not None), default=None)
 
     def _take(self, now: float, event: Event) -> None:
         match event:
@@ -142,10 +156,13 @@ class Planner:
                 if event.epoch == self.epoch and self.state is GridState.READY:
                     self._heard[event.rank] = now
                     self._plan_done(now, event)
-            case TransferDone():
+            case TransferDone() | FetchProgress() | StoreDone():
                 if event.epoch == self.epoch and self.state is GridState.READY:
                     self._heard[event.rank] = now
-                    self._transfer_done(event)
+                    self._transferred(now, event)
+            case QueryDone():
+                if self.state is GridState.READY:
+                    self._answered(now, event)
             case Heartbeat():
                 if event.epoch == self.epoch and self.state is GridState.READY:
                     self._heard[event.rank] = now
@@ -205,6 +222,7 @@ class Planner:
         self._forget(request)
 
     def _forget(self, request: Request) -> None:
+        self.replica.tickets.drop(request, self.replica.cache)
         if request.state is RequestState.WAITING:
             self.replica.waiting.remove(request)
         else:
@@ -227,11 +245,50 @@ class Planner:
         while in_flight and not in_flight[0].waits_for:
             self._retire(now, in_flight.popleft())
 
-    def _transfer_done(self, done: TransferDone) -> None:
-        assert self.replica.cache is not None
-        problem = self.replica.backups.done(self.replica.cache, done)
-        if problem:
-            self._lose_grid(problem)
+    # ------------------------------------------------------------------------------------------ transfers
+
+    def _transferred(self, now: float, done: TransferDone | FetchProgress | StoreDone) -> None:
+        replica = self.replica
+        assert replica.cache is not None
+        try:
+            match done:
+                case TransferDone():
+                    for node in replica.backups.done(replica.cache, done):
+                        if self.config.has_store:
+                            replica.stores.want(node)
+                case FetchProgress():
+                    replica.tickets.progressed(done, replica.cache, now)
+                case StoreDone():
+                    replica.stores.done(replica.cache, done)
+        except ProtocolError as error:
+            self._lose_grid(str(error))
+
+    def _answered(self, now: float, done: QueryDone) -> None:
+        replica = self.replica
+        assert replica.cache is not None
+        compute_s = replica.pace.predict(float(self.config.page_size))
+        replica.tickets.answered(done, replica.cache, now, compute_s, replica.stores.is_busy)
+
+    def _tend_store(self, now: float) -> None:
+        """Late tickets are cut short, misses may be asked for again, and requests that wait for the first time ask the store."""
+        replica = self.replica
+        assert replica.cache is not None
+        if not self.config.has_store:
+            return
+        replica.tickets.tick(replica.requests, replica.cache, now)
+        for request in replica.waiting:
+            if request.phase is Phase.NOT_ASKED:
+                replica.tickets.ask(request, replica.cache, now)
+
+    def _collect_orders(self) -> None:
+        replica = self.replica
+        assert replica.cache is not None
+        orders = replica.tickets.take_orders()
+        self._effects.queries += orders.queries
+        self._effects.orders += orders.tickets
+        store = replica.stores.start(replica.cache, self.config.ranks, self.epoch)
+        if store is not None:
+            self._effects.orders.append(store)
 
     def _heard_plan(self, rank: int) -> int:
         """The newest plan that ``rank`` has acknowledged."""
@@ -280,7 +337,7 @@ class Planner:
 
     def _grid_ready(self, now: float, ready: GridReady) -> None:
         replica = self.replica
-        replica.start_epoch(ready.device_pages, ready.host_pages, ready.s_per_token, now)
+        replica.start_epoch(ready.epoch, ready.device_pages, ready.host_pages, ready.s_per_token, now)
         self._heard = [now] * self.config.ranks
         self._was_ready = True
         self._set_state(GridState.READY, "")
@@ -339,6 +396,8 @@ class Planner:
         if cache is None:
             self._answer_flushes(())
             return
+        for request in self.replica.waiting:
+            release_ready(request, cache)
         kept: deque[PendingFlush] = deque()
         for pending in self._flushes:
             pending.freed += cache.flush(pending.tiers)
@@ -370,10 +429,15 @@ class Planner:
             prompt_tokens=counters.prompt_tokens,
             cached_device_tokens=replica.cached_device_tokens,
             cached_host_tokens=replica.cached_host_tokens,
+            cached_store_tokens=replica.cached_store_tokens,
             output_tokens=counters.output_tokens,
             plan_s_buckets=tuple(counters.plan_s_buckets),
             plan_s_sum=counters.plan_s_sum,
             detail=self.detail,
+            tickets=dict(replica.tickets.outcomes),
+            unused_pages=dict(replica.tickets.unused_pages),
+            stored_pages=replica.stores.stored_pages,
+            store_failures=replica.stores.failed_pages,
         )
 
 

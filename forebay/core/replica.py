@@ -9,7 +9,9 @@ from dataclasses import dataclass, field
 from forebay.core.digest import ZERO
 from forebay.core.pace import Pace
 from forebay.core.page_cache import PageCache
-from forebay.core.request import Request, RequestState
+from forebay.core.request import Phase, Request, RequestState
+from forebay.core.storing import StoreQueue
+from forebay.core.tickets import FetchPolicy, TicketDesk
 from forebay.core.transfers import BackupQueue, WritePolicy
 from forebay.core.tree import Node, Tier
 from forebay.core.waiting import WaitingQueue
@@ -36,6 +38,9 @@ class PlannerConfig:
     kv_dtype: str = "float32"
     write_policy: WritePolicy = WritePolicy.WRITE_THROUGH
     load_back_threshold: int = 10
+    has_store: bool = False
+    fetch_policy: FetchPolicy = FetchPolicy.TIMEOUT
+    fetch_threshold: int = 256
     silence_s: float = 5.0
     late_base_s: float = 10.0
     late_factor: float = 5.0
@@ -85,6 +90,8 @@ class Replica:
     in_flight: deque[InFlight] = field(default_factory=deque)
     loads: list[Node] = field(default_factory=list)  # host pages that the next plan brings to the device
     backups: BackupQueue = field(default_factory=BackupQueue)
+    stores: StoreQueue = field(default_factory=StoreQueue)
+    tickets: TicketDesk = field(init=False)
     pace: Pace = field(default_factory=Pace)
     built: int = 0
     digest: bytes = ZERO
@@ -92,8 +99,13 @@ class Replica:
     retractions: int = 0
     cached_device_tokens: int = 0
     cached_host_tokens: int = 0
+    cached_store_tokens: int = 0
     _arrivals: int = 0
     _slots: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        config = self.config
+        self.tickets = TicketDesk(config.page_size, config.ranks, config.fetch_policy, config.fetch_threshold)
 
     def next_arrival(self) -> int:
         self._arrivals += 1
@@ -107,7 +119,8 @@ class Replica:
         assert request.params.max_tokens is not None
         return self.pages_for(request.prompt_tokens + request.params.max_tokens - 1)
 
-    def start_epoch(self, device_pages: int, host_pages: int, s_per_token: float, now: float) -> None:
+    def start_epoch(self, epoch: int, device_pages: int, host_pages: int, s_per_token: float, now: float) -> None:
+        self.tickets.epoch = epoch
         self.cache = PageCache(device_pages, host_pages, self.built)
         self.digest = ZERO
         self.pace = Pace(s_per_token)
@@ -121,6 +134,12 @@ class Replica:
         self.decodes.clear()
         self.loads.clear()
         self.backups.clear()
+        self.stores.clear()
+        self.tickets.clear()
+        for request in self.requests.values():
+            request.phase = Phase.NOT_ASKED
+            request.fetched = False
+            request.ready.clear()
         self.computing.clear()
         running, self.running = self.running, []
         for request in running:

@@ -11,7 +11,8 @@ A full page whose hash another request's node already has is a *twin* (rule R8):
 keeps the request's own page until the plan that wrote it has retired; then the entry is remapped to the node's page.
 
 ``prefilling``: the piece that yields its next token has not been built yet. A decoding request waits for a token
-(``awaits_token``) or stands in ``Replica.decodes``.
+(``awaits_token``) or stands in ``Replica.decodes``. ``fetched``: has had its one ticket; ``ready``: host pages that it brought,
+pinned until the request is admitted.
 """
 
 from dataclasses import dataclass
@@ -26,6 +27,15 @@ class RequestState(Enum):
     WAITING = "waiting"
     RUNNING = "running"
     DONE = "done"
+
+
+class Phase(Enum):
+    """Where a waiting request stands with the store (`core.tickets`)."""
+
+    NOT_ASKED = "not asked"
+    ASKING = "asking"
+    FETCHING = "fetching"
+    SETTLED = "settled"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +54,7 @@ class Request:
         "awaits_token",
         "computed",
         "eos",
+        "fetched",
         "hashes",
         "last_plan",
         "no_store",
@@ -52,10 +63,13 @@ class Request:
         "packed",
         "page_bytes",
         "params",
+        "phase",
         "prefilling",
         "prompt_tokens",
+        "ready",
         "remaps",
         "request_id",
+        "retries",
         "root",
         "sent",
         "slot",
@@ -79,6 +93,10 @@ class Request:
         self.hashes: list[bytes] = []
         self.state = RequestState.WAITING
         self.usage: Usage | None = None
+        self.phase = Phase.NOT_ASKED
+        self.fetched = False
+        self.retries = 0
+        self.ready: list[Node] = []
         self.reset()
 
     def reset(self) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from forebay.core.messages import Backup, Copy, TransferDone
+from forebay.core.messages import Backup, Copy, ProtocolError, TransferDone
 from forebay.core.page_cache import PageCache
 from forebay.core.tree import NONE, Node, Tier
 
@@ -75,18 +75,21 @@ class BackupQueue:
         self._in_flight[self._transfers] = _InFlight(nodes, pages, set(range(ranks)), len(nodes))
         return Backup(self._transfers, tuple(Copy(node.page, page) for node, page in zip(nodes, pages, strict=True)))
 
-    def done(self, cache: PageCache, ack: TransferDone) -> str:
-        """Fold one rank's acknowledgement; says what is wrong with it, if anything."""
+    def done(self, cache: PageCache, ack: TransferDone) -> list[Node]:
+        """Fold one rank's acknowledgement; the nodes that are in host memory now. Raises ``ProtocolError``."""
         flight = self._in_flight.get(ack.transfer)
         if flight is None or ack.rank not in flight.waits_for or not 0 <= ack.pages <= len(flight.nodes):
-            return f"rank {ack.rank} acknowledged {ack.pages} pages of transfer {ack.transfer}, which it was not asked for"
+            raise ProtocolError(
+                f"rank {ack.rank} acknowledged {ack.pages} pages of transfer {ack.transfer}, which it was not asked for"
+            )
         flight.waits_for.remove(ack.rank)
         flight.saved = min(flight.saved, ack.pages)
-        if not flight.waits_for:
-            del self._in_flight[ack.transfer]
-            for index, (node, page) in enumerate(zip(flight.nodes, flight.pages, strict=True)):
-                cache.end_backup(node, page, index < flight.saved)
-        return ""
+        if flight.waits_for:
+            return []
+        del self._in_flight[ack.transfer]
+        for index, (node, page) in enumerate(zip(flight.nodes, flight.pages, strict=True)):
+            cache.end_backup(node, page, index < flight.saved)
+        return [node for node in flight.nodes if node.pages[Tier.HOST] != NONE]
 
     def clear(self) -> None:
         self._wanted.clear()

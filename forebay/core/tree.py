@@ -32,9 +32,13 @@ class Node:
 
     ``children`` by tier: how many have a page there; ``heirs``: how many there are. ``stale``: deleted from the tree.
     ``wanted``: stands in the queue for a host page; ``saving``: a BACKUP of it is under way. ``hits``: matches.
+    ``stored``: believed to be in the store; ``storing``: on its way there, tried ``tries`` times.
     """
 
-    __slots__ = ("children", "hash", "heirs", "hits", "pages", "parent", "pins", "saving", "stale", "tick", "wanted")
+    __slots__ = (
+        "children", "hash", "heirs", "hits", "pages", "parent", "pins", "saving", "stale", "stored", "storing", "tick", "tries",
+        "wanted",
+    )  # fmt: skip
 
     def __init__(self, hash: bytes, parent: "Node | None", tick: int) -> None:
         self.hash = hash
@@ -48,6 +52,9 @@ class Node:
         self.stale = False
         self.wanted = False
         self.saving = False
+        self.stored = False
+        self.storing = False
+        self.tries = 0
 
     @property
     def page(self) -> int:

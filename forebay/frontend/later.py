@@ -14,10 +14,6 @@ LATER: dict[str, str | None] = {
     "role": "unified",
     "kv_dtype": "auto",
     "host_mode": None,
-    "store": "none",
-    "fetch_route": None,
-    "fetch_policy": None,
-    "fetch_threshold": None,
     "dynamic_chunking": None,
 }
 

@@ -26,7 +26,15 @@ class HostPool:
         self.pages = pages
         self.fd = os.memfd_create("forebay-host", os.MFD_CLOEXEC)
         os.ftruncate(self.fd, size)
+        self.block_bytes = device_pool.page_bytes
         if pages:
-            self.blocks = torch.frombuffer(mmap.mmap(self.fd, size), dtype=device_pool.dtype).view(shape)
+            memory = mmap.mmap(self.fd, size)
+            self._bytes = memoryview(memory)
+            self.blocks = torch.frombuffer(memory, dtype=device_pool.dtype).view(shape)
         else:  # nothing can be mapped
+            self._bytes = memoryview(b"")
             self.blocks = torch.empty(shape, dtype=device_pool.dtype)
+
+    def block(self, page: int) -> memoryview:
+        """The page's bytes, writable; as they are stored."""
+        return self._bytes[page * self.block_bytes : (page + 1) * self.block_bytes]

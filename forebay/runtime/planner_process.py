@@ -11,22 +11,31 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import zmq
 
 from forebay.core.messages import (
+    Cancel,
     GridState,
     MessageError,
     Outputs,
+    Store,
+    Ticket,
     decode_from_worker,
     decode_to_planner,
     encode,
 )
 from forebay.core.planner import Effects, Event, GridLost, Planner
 from forebay.core.replica import PlannerConfig
+from forebay.models.config import load_config
+from forebay.models.shard import shards
 from forebay.runtime.boot import PlannerBoot, WorkerBoot, die_with_parent, new_endpoint, read_boot
+from forebay.runtime.part import part_name
 from forebay.runtime.ranks import END_S, Endpoints, Ranks
-from forebay.settings import Schedule
+from forebay.runtime.store_access import StoreDesk
+from forebay.settings import FetchRoute, Schedule
+from forebay.store.backends.open import StoreURLError
 
 SNAPSHOT_S = 0.25
 TICK_MS = 100
@@ -38,7 +47,7 @@ FRONTEND_QUEUE_FRAMES = 100_000
 class PlannerProcess:
     """Sockets and processes of one replica."""
 
-    def __init__(self, boot: PlannerBoot, worker: WorkerBoot, config: PlannerConfig) -> None:
+    def __init__(self, boot: PlannerBoot, worker: WorkerBoot, config: PlannerConfig, store: StoreDesk | None) -> None:
         self._boot = boot
         self._worker = worker
         self._planner = Planner(config)
@@ -49,6 +58,8 @@ class PlannerProcess:
         self._io = self._router(self._endpoints.io, RANK_QUEUE_FRAMES)
         self._ranks: Ranks | None = None
         self._poller = zmq.Poller()
+        self._store = store
+        self._answered = os.eventfd(0, os.EFD_NONBLOCK)
         self._snapshot_due = 0.0
         self._stopping = False
 
@@ -62,6 +73,8 @@ class PlannerProcess:
                 self._turn(time.monotonic())
         finally:
             self._end_ranks("the server ends", END_S)
+            if self._store is not None:
+                self._store.close()
             self._context.destroy(linger=200)
 
     def _on_sigterm(self, signum: int, frame: object) -> None:
@@ -88,7 +101,7 @@ class PlannerProcess:
     def _watch(self) -> None:
         """What wakes the loop: frames, and the death of a rank."""
         self._poller = zmq.Poller()
-        for source in (self._frontend, self._plans, self._io, *(self._ranks.pidfds if self._ranks else ())):
+        for source in (self._frontend, self._plans, self._io, self._answered, *(self._ranks.pidfds if self._ranks else ())):
             self._poller.register(source, zmq.POLLIN)
 
     # ------------------------------------------------------------------------------------------ one turn
@@ -113,6 +126,11 @@ class PlannerProcess:
             if identity == self._boot.frontend_identity:
                 with _reported("the frontend"):
                     events.append(decode_to_planner(frame))
+        if self._store is not None:
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(self._answered)
+            while not self._store.answers.empty():
+                events.append(self._store.answers.get())
         for socket in (self._io, self._plans):
             for identity, frame in _frames(socket):
                 rank = None if self._ranks is None else self._ranks.rank_of(identity)
@@ -135,12 +153,29 @@ class PlannerProcess:
             except zmq.ZMQError as error:
                 lost = GridLost(self._planner.epoch, f"plan {effects.plan.number} cannot be sent: {error}")
                 self._carry_out(self._planner.step(time.monotonic(), [lost]))
+        for order in effects.orders:
+            self._order(order)
+        for query in effects.queries:
+            assert self._store is not None
+            self._store.ask(query, self._wake)
         if effects.outputs:
             self._tell_frontend(encode(Outputs(tuple(effects.outputs))))
         for done in effects.flushed:
             self._tell_frontend(encode(done))
         if effects.state_changed:
             self._on_state()
+
+    def _order(self, order: Ticket | Cancel | Store) -> None:
+        try:
+            if self._ranks is not None:
+                self._ranks.order(encode(order), self._io)
+        except zmq.ZMQError as error:
+            lost = GridLost(self._planner.epoch, f"order {order.transfer} cannot be sent: {error}")
+            self._carry_out(self._planner.step(time.monotonic(), [lost]))
+
+    def _wake(self) -> None:
+        """From a query thread: the loop has something to read."""
+        os.eventfd_write(self._answered, 1)
 
     def _on_state(self) -> None:
         planner = self._planner
@@ -201,10 +236,24 @@ def planner_config(boot: PlannerBoot) -> PlannerConfig:
         fingerprint=boot.fingerprint,
         kv_dtype=boot.dtype,
         write_policy=settings.write_policy,
+        has_store=settings.store != "none" and settings.fetch_route is not FetchRoute.OFF,
+        fetch_policy=settings.fetch_policy,
+        fetch_threshold=settings.fetch_threshold,
     )
 
 
-def worker_template(boot: PlannerBoot, config: PlannerConfig) -> WorkerBoot:
+def open_store_desk(boot: PlannerBoot) -> StoreDesk:
+    """The store that the settings name. Ends the process with one line if it does not answer."""
+    config = load_config(Path(boot.model_path))
+    parts = [part_name(config, shard) for stage in shards(config, boot.settings.pp, boot.settings.tp) for shard in stage]
+    try:
+        return StoreDesk(boot.settings.store, parts)
+    except StoreURLError as error:
+        _log(str(error))
+        raise SystemExit(2) from error
+
+
+def worker_template(boot: PlannerBoot, config: PlannerConfig, store: StoreDesk | None) -> WorkerBoot:
     """What all ranks are told alike."""
     settings = boot.settings
     return WorkerBoot(
@@ -219,6 +268,8 @@ def worker_template(boot: PlannerBoot, config: PlannerConfig) -> WorkerBoot:
         page_size=settings.page_size,
         device_memory=boot.device_memory,
         host_memory=boot.host_memory,
+        store_url=None if store is None else store.address.url,
+        store_secret=None if store is None else store.address.secret,
         max_plan_tokens=config.max_plan_tokens,
         max_running=settings.max_running,
         max_context=boot.max_context,
@@ -236,7 +287,8 @@ def main() -> None:
     boot = read_boot(PlannerBoot)
     die_with_parent(boot.parent_pid)
     config = planner_config(boot)
-    PlannerProcess(boot, worker_template(boot, config), config).run()
+    store = open_store_desk(boot) if config.has_store else None
+    PlannerProcess(boot, worker_template(boot, config, store), config, store).run()
 
 
 if __name__ == "__main__":

@@ -41,6 +41,7 @@ class ReadyRank:
 
     executor: Executor
     copier: CopyEngine
+    host: HostPool
     grid: Grid
     s_per_token: float
 
@@ -96,7 +97,8 @@ class LoadedRank:
         """
         pages = order.device_pages
         pool = self._pool(pages)
-        copier = CopyEngine(pool, HostPool(pool, order.host_pages), ring, saved)
+        host = HostPool(pool, order.host_pages)
+        copier = CopyEngine(pool, host, ring, saved)
         grid = join(self.place, self.device, self.rendezvous, order.rendezvous)
         self.stage.join(grid.tp_group)
         executor = Executor(
@@ -110,7 +112,7 @@ class LoadedRank:
             grid.sender(),
             Sampler(self.config.vocab_size, self.device) if self.place.samples else None,
         )
-        return ReadyRank(executor, copier, grid, warm_up(executor, self.boot.epoch))
+        return ReadyRank(executor, copier, host, grid, warm_up(executor, self.boot.epoch))
 
     def _limits(self, pages: int) -> Limits:
         boot = self.boot

@@ -14,7 +14,21 @@ from dataclasses import dataclass
 
 import zmq
 
-from forebay.core.messages import Allocate, Fault, FromWorker, Heartbeat, Hello, Loaded, PlanDone, Ready, Stop, TransferDone, encode
+from forebay.core.messages import (
+    Allocate,
+    Fault,
+    FetchProgress,
+    FromWorker,
+    Heartbeat,
+    Hello,
+    Loaded,
+    PlanDone,
+    Ready,
+    Stop,
+    StoreDone,
+    TransferDone,
+    encode,
+)
 from forebay.core.planner import Event, GridLost, GridReady
 from forebay.runtime.boot import PlannerBoot, WorkerBoot, new_identity
 from forebay.runtime.spawn import spawn_worker
@@ -81,7 +95,7 @@ class Ranks:
             case Ready():
                 member.ready = message
                 return self._all_ready()
-            case PlanDone() | TransferDone() | Heartbeat():
+            case PlanDone() | TransferDone() | FetchProgress() | StoreDone() | Heartbeat():
                 return message if self._started else None
             case Fault():
                 return self._fault(f"rank {rank}: {message.text}")
@@ -102,6 +116,11 @@ class Ranks:
         """To every rank, in rank order. Raises ``zmq.ZMQError`` if a rank is gone or does not drain its channel."""
         for rank in self._ranks:
             plans.send_multipart((rank.plan_identity, frame), zmq.NOBLOCK)
+
+    def order(self, frame: bytes, io: "zmq.Socket[bytes]") -> None:
+        """On the ticket channel, to every rank. Raises ``zmq.ZMQError`` if a rank is gone or does not drain its channel."""
+        for rank in self._ranks:
+            io.send_multipart((rank.io_identity, frame), zmq.NOBLOCK)
 
     def end(self, reason: str, plans: "zmq.Socket[bytes]", grace_s: float) -> None:
         """End all processes: in good order if they do within ``grace_s``, else by force. Returns when none is left."""
@@ -169,6 +188,8 @@ def _for_rank(worker: WorkerBoot, rank: int, epoch: int, endpoints: Endpoints, p
         page_size=worker.page_size,
         device_memory=worker.device_memory,
         host_memory=worker.host_memory,
+        store_url=worker.store_url,
+        store_secret=worker.store_secret,
         max_plan_tokens=worker.max_plan_tokens,
         max_running=worker.max_running,
         max_context=worker.max_context,

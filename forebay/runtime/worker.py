@@ -35,12 +35,16 @@ from forebay.observe.events import SpanRing
 from forebay.runtime.boot import WorkerBoot, die_with_parent, read_boot
 from forebay.runtime.execute import Executor
 from forebay.runtime.mirror import PlanError
-from forebay.runtime.rank import MemoryShortage, load
+from forebay.runtime.page_io import PageIo
+from forebay.runtime.part import part_name
+from forebay.runtime.rank import LoadedRank, MemoryShortage, ReadyRank, load
 from forebay.runtime.stage_link import LinkError
+from forebay.runtime.store_access import StoreAddress, open_for_rank
 from forebay.runtime.worker_io import WorkerIo, connect
+from forebay.store.backends.open import StoreURLError
 
 # Errors that say themselves, in one line, what is wrong and what to do.
-_CLEAR = (ModelError, MemoryShortage, PlanError, LinkError)
+_CLEAR = (ModelError, MemoryShortage, PlanError, LinkError, StoreURLError)
 
 
 class Worker:
@@ -79,10 +83,13 @@ class Worker:
         if not isinstance(message, Allocate):
             raise PlanError(f"{type(message).__name__} came before Allocate")
         ready = loaded.allocate(message, self._ring, self._saved)
+        page_io = self._open_store(loaded, ready)
         self._send(Ready(boot.epoch, boot.rank, ready.s_per_token))
         reason = self._run_plans(ready.executor)
         ready.executor.settle()
         ready.copier.stop()
+        if page_io is not None:
+            page_io.stop()
         ready.grid.leave()
         return reason
 
@@ -95,6 +102,17 @@ class Worker:
             outcome = executor.run(message)
             self._send(PlanDone(boot.epoch, boot.rank, message.number, outcome.samples, outcome.forward_s))
         return message.reason
+
+    def _open_store(self, loaded: LoadedRank, ready: ReadyRank) -> PageIo | None:
+        """From here on the I/O thread takes the planner's orders. Raises ``StoreURLError``."""
+        boot = self._boot
+        if boot.store_url is None:
+            return None
+        store = open_for_rank(StoreAddress(boot.store_url, boot.store_secret))
+        part = part_name(loaded.config, loaded.shard)
+        page_io = PageIo(store, ready.host, part, boot.epoch, boot.rank, self._ring, self._io.send)
+        self._io.serve_orders(page_io.take)
+        return page_io
 
     def _saved(self, transfer: int, pages: int) -> None:
         """On the backup thread: sockets are not its own, so the I/O thread says it."""

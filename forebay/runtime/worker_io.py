@@ -1,7 +1,8 @@
 """The worker's I/O thread: it speaks with the planner while the compute loop is in a long forward.
 
-Today it says once a second that the process lives and which plan it has begun; it also notices when the planner's socket is
-gone. It has a channel of its own, since a zmq socket belongs to one thread, and torch releases the interpreter lock in kernels.
+It says once a second that the process lives and which plan it has begun, takes tickets and store orders (`runtime.page_io` carries
+them out), passes on acknowledgements of other threads, and notices when the planner's socket is gone. It has a channel of its own,
+since a zmq socket belongs to one thread, and torch releases the interpreter lock in kernels.
 """
 
 import contextlib
@@ -9,11 +10,12 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 from queue import SimpleQueue
 
 import zmq
 
-from forebay.core.messages import FromWorker, Heartbeat, encode
+from forebay.core.messages import FromWorker, Heartbeat, ToWorkerIo, decode_to_worker_io, encode
 
 HEARTBEAT_S = 1.0
 # Time for the compute loop to read a Stop that the planner sent just before it closed its sockets.
@@ -35,6 +37,7 @@ class WorkerIo(threading.Thread):
         self._wake = os.eventfd(0)
         self._ended = threading.Event()
         self._outgoing: SimpleQueue[FromWorker] = SimpleQueue()
+        self._take: Callable[[ToWorkerIo], None] | None = None
         self.applied = -1
         """The last plan that the compute loop has begun."""
 
@@ -43,6 +46,7 @@ class WorkerIo(threading.Thread):
         monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         poller = zmq.Poller()
         poller.register(monitor, zmq.POLLIN)
+        poller.register(socket, zmq.POLLIN)
         poller.register(self._wake, zmq.POLLIN)
         beat_due = 0.0
         try:
@@ -54,6 +58,8 @@ class WorkerIo(threading.Thread):
                 if self._wake in found:
                     os.eventfd_read(self._wake)
                     self._send_all(socket)
+                if socket in found:
+                    self._take_all(socket)
                 if monitor in found:
                     self._end_as_orphan()
         finally:
@@ -72,6 +78,20 @@ class WorkerIo(threading.Thread):
         self._ended.set()
         os.eventfd_write(self._wake, 1)
         self.join()
+
+    def serve_orders(self, take: Callable[[ToWorkerIo], None]) -> None:
+        """From now on ``take`` gets what comes on the ticket channel, on this thread; it must return at once."""
+        self._take = take
+
+    def _take_all(self, socket: zmq.Socket[bytes]) -> None:
+        while True:
+            try:
+                frame = socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            order = decode_to_worker_io(frame)
+            assert self._take is not None, "an order came before Ready was said"
+            self._take(order)
 
     def _send_all(self, socket: zmq.Socket[bytes]) -> None:
         while not self._outgoing.empty():

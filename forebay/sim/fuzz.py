@@ -6,6 +6,15 @@ from dataclasses import dataclass, field
 
 from forebay.sim.history import Report, run_history
 
+COUNTED = (
+    "steps", "plans", "messages", "retractions", "restarts", "remaps", "flushes", "loads", "backups", "stores", "tickets",
+    "cached_tokens", "loaded_tokens", "fetched_tokens",
+)  # fmt: skip
+FINISHES = ("stop", "length", "abort", "rejected_full", "rejected_too_long")
+OUTCOMES = (
+    "issued", "complete", "short", "miss", "joined", "aborted", "timeout", "best_effort", "no_host_pages", "query_late",
+)  # fmt: skip
+
 
 class CampaignError(AssertionError):
     """A history failed. ``seed`` replays it: one seed is one history, bit for bit."""
@@ -24,28 +33,16 @@ class Campaign:
 
     def add(self, report: Report) -> None:
         self.histories += 1
-        for name in (
-            "steps",
-            "plans",
-            "messages",
-            "retractions",
-            "restarts",
-            "cached_tokens",
-            "loaded_tokens",
-            "remaps",
-            "flushes",
-            "loads",
-            "backups",
-        ):
+        for name in COUNTED:
             self.totals[name] += getattr(report, name)
         self.totals.update({f"finish {reason}": count for reason, count in report.finishes.items()})
+        self.totals.update({f"ticket {outcome}": count for outcome, count in report.outcomes.items()})
 
     @property
     def never(self) -> list[str]:
         """What a campaign of this kind must meet and did not."""
-        wanted = ("retractions", "restarts", "cached_tokens", "loaded_tokens", "remaps", "flushes", "loads", "backups")
-        reasons = ("stop", "length", "abort", "rejected_full", "rejected_too_long")
-        return [name for name in (*wanted, *(f"finish {reason}" for reason in reasons)) if not self.totals[name]]
+        names = (*COUNTED, *(f"finish {reason}" for reason in FINISHES), *(f"ticket {outcome}" for outcome in OUTCOMES))
+        return [name for name in names if not self.totals[name]]
 
 
 def run_campaign(first_seed: int, count: int, progress: Callable[[int], None] = lambda done: None) -> Campaign:

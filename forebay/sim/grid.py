@@ -9,13 +9,31 @@ with what the token prefix demands, so a wrong, stale or unfinished page is caug
 """
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from forebay.core.digest import ZERO, PlanDigest
-from forebay.core.messages import Backup, Copy, Piece, Plan, PlanDone, Sample, TokenLogprobs, TransferDone, unpack_tokens
+from forebay.core.messages import (
+    Backup,
+    Cancel,
+    Copy,
+    FetchProgress,
+    PageKey,
+    Piece,
+    Plan,
+    PlanDone,
+    Sample,
+    Store,
+    StoreDone,
+    Ticket,
+    TokenLogprobs,
+    TransferDone,
+    unpack_tokens,
+)
 from forebay.sim import model
 from forebay.sim.heap import Channel, EventHeap
+
+Acknowledgement = PlanDone | TransferDone | FetchProgress | StoreDone
 
 
 class ContentError(AssertionError):
@@ -25,13 +43,16 @@ class ContentError(AssertionError):
 @dataclass(frozen=True, slots=True)
 class Timing:
     """Seconds: a plan's forward time on a rank lies between ``forward_low`` and ``forward_high``; a message's delay likewise, and
-    that of the copy of a page. ``backup_failures``: share of backups that fail somewhere."""
+    that of the copy of a page. ``backup_failures``: share of backups that fail somewhere; ``store_failures``: share of single reads
+    and writes of the store that fail."""
 
     forward_low: float
     forward_high: float
     delay_low: float
     delay_high: float
     backup_failures: float = 0.0
+    store_failures: float = 0.0
+    fetch_high: float = 0.0
 
 
 @dataclass
@@ -60,6 +81,26 @@ class Truth:
         return model.next_token(self._stamps[request_id][position], self._seeds[request_id])
 
 
+class FakeStore:
+    """What every rank has stored, by page hash and rank; it outlives grids. Objects may vanish at any time."""
+
+    def __init__(self, randomness: random.Random) -> None:
+        self._random = randomness
+        self.objects: dict[tuple[bytes, int], list[int | None]] = {}
+
+    def match_prefix(self, hashes: Sequence[bytes], ranks: int) -> int:
+        """Leading pages of which every rank's part is there."""
+        count = 0
+        while count < len(hashes) and all((hashes[count], rank) in self.objects for rank in range(ranks)):
+            count += 1
+        return count
+
+    def evict(self, share: float) -> None:
+        for key in list(self.objects):
+            if self._random.random() < share:
+                del self.objects[key]
+
+
 class FakeRank:
     """One rank's pages and mirror."""
 
@@ -73,6 +114,7 @@ class FakeRank:
         self._pages: list[list[int | None]] = [[None] * page_size for _ in range(pages)]
         self._host: list[list[int | None]] = [[None] * page_size for _ in range(host_pages)]
         self.loading: set[int] = set()  # plans whose loads are not done
+        self.cancelled: set[int] = set()
         self._slots: dict[int, _Slot] = {}
         self._digest = ZERO
         self._truth = truth
@@ -104,6 +146,15 @@ class FakeRank:
 
     def save(self, copy: Copy) -> None:
         self._host[copy.host] = list(self._pages[copy.device])
+
+    def put(self, store: FakeStore, page: PageKey) -> None:
+        store.objects[page.hash, self.rank] = list(self._host[page.host])
+
+    def fetch(self, store: FakeStore, page: PageKey) -> bool:
+        held = store.objects.get((page.hash, self.rank))
+        if held is not None:
+            self._host[page.host] = list(held)
+        return held is not None
 
     def _write(self, piece: Piece) -> None:
         slot = self._slots[piece.slot]
@@ -146,23 +197,31 @@ class FakeGrid:
         pages: tuple[int, int, int],
         epoch: int,
         truth: Truth,
-        tell: Callable[[PlanDone | TransferDone], None],
+        store: FakeStore,
+        tell: Callable[[Acknowledgement], None],
     ) -> None:
         """``shape``: (pp, tp). ``pages``: (device pages, host pages, tokens of one)."""
         self.epoch = epoch
         self._pp, self._tp = shape
-        self._heap, self._random, self._timing, self._tell = heap, randomness, timing, tell
+        self._heap, self._random, self._timing, self._tell, self._store = heap, randomness, timing, tell, store
         count = self._pp * self._tp
         self.ranks = [FakeRank(rank, pages[2], pages[0], pages[1], truth) for rank in range(count)]
         self._plans = [Channel(heap) for _ in range(count)]
         self._acks = [Channel(heap) for _ in range(count)]
         self._copy_acks = [Channel(heap) for _ in range(count)]
         self._copy_engines = [Channel(heap) for _ in range(count)]
+        self._orders = [Channel(heap) for _ in range(count)]
+        self._store_engines = [Channel(heap) for _ in range(count)]
         self.dead = False
 
     def send(self, plan: Plan) -> None:
         for rank, channel in zip(self.ranks, self._plans, strict=True):
             channel.send(self._delay(), lambda rank=rank: self._receive(rank, plan))  # type: ignore[misc]
+
+    def order(self, order: Ticket | Cancel | Store) -> None:
+        """On the ticket channel: taken by the rank's I/O side, whatever its compute loop does."""
+        for rank, channel in zip(self.ranks, self._orders, strict=True):
+            channel.send(self._delay(), lambda rank=rank: self._take_order(rank, order))  # type: ignore[misc]
 
     def pause(self, rank: int) -> None:
         """The rank finishes what it runs and then never does anything again."""
@@ -200,9 +259,52 @@ class FakeGrid:
         done = TransferDone(self.epoch, rank.rank, backup.transfer, saved)
         engine.send(self._delay(), lambda: self._copied(rank, done))
 
-    def _copied(self, rank: FakeRank, done: TransferDone) -> None:
+    def _take_order(self, rank: FakeRank, order: Ticket | Cancel | Store) -> None:
+        if self.dead or rank.paused:
+            return
+        match order:
+            case Cancel():
+                rank.cancelled.add(order.transfer)
+            case Ticket():
+                self._heap.after(self._delay(), lambda: self._fetch(rank, order, 0))
+            case Store():
+                stored = bytearray()
+                for page in order.pages:
+                    stored.append(self._random.random() >= self._timing.store_failures)
+                    if stored[-1]:
+                        put = lambda page=page: rank.put(self._store, page)  # noqa: E731
+                        self._store_engines[rank.rank].send(self._delay(), put)
+                done = StoreDone(self.epoch, rank.rank, order.transfer, bytes(stored))
+                self._store_engines[rank.rank].send(self._delay(), lambda: self._say(rank, done))
+
+    def _fetch(self, rank: FakeRank, ticket: Ticket, done: int) -> None:
+        """One page after another; a Cancel begins no new read."""
+        if self.dead or rank.paused:
+            return
+        if done == len(ticket.pages) or ticket.transfer in rank.cancelled:
+            self._say(rank, FetchProgress(self.epoch, rank.rank, ticket.transfer, done, True))
+            return
+        seconds = self._random.uniform(0, self._timing.fetch_high)
+        self._heap.after(seconds, lambda: self._read(rank, ticket, done))
+
+    def _read(self, rank: FakeRank, ticket: Ticket, done: int) -> None:
+        """A read that was under way writes its page, whatever has been cancelled meanwhile; a miss or a failure ends the ticket."""
+        if self.dead or rank.paused:
+            return
+        fails = self._random.random() < self._timing.store_failures
+        if fails or not rank.fetch(self._store, ticket.pages[done]):
+            self._say(rank, FetchProgress(self.epoch, rank.rank, ticket.transfer, done, True))
+            return
+        if done % 2:  # acknowledged in batches of two
+            self._say(rank, FetchProgress(self.epoch, rank.rank, ticket.transfer, done + 1, False))
+        self._fetch(rank, ticket, done + 1)
+
+    def _say(self, rank: FakeRank, message: Acknowledgement) -> None:
         if not self.dead and not rank.paused:
-            self._copy_acks[rank.rank].send(self._delay(), lambda: self._tell(done))
+            self._copy_acks[rank.rank].send(self._delay(), lambda: self._tell(message))
+
+    def _copied(self, rank: FakeRank, done: TransferDone) -> None:
+        self._say(rank, done)
 
     def _try_run(self, rank: FakeRank) -> None:
         if self.dead or rank.busy or rank.paused or not rank.inbox or rank.inbox[0].number in rank.loading:

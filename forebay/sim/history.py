@@ -10,18 +10,22 @@ from dataclasses import dataclass, field
 import msgspec
 
 from forebay.core import invariants
-from forebay.core.messages import Abort, Flush, GridState, PlanDone, Submit, TransferDone, pack_tokens
+from forebay.core.messages import Abort, Flush, GridState, PlanDone, Store, Submit, Ticket, pack_tokens
 from forebay.core.planner import Effects, Event, GridLost, GridReady, Planner
 from forebay.core.replica import PlannerConfig
 from forebay.core.sampling import SamplingParams
+from forebay.core.tickets import FetchPolicy, Query, QueryDone
 from forebay.core.transfers import WritePolicy
 from forebay.core.tree import TIERS
 from forebay.sim.checkers import ClientChecker, FenceChecker
-from forebay.sim.grid import FakeGrid, Timing, Truth
+from forebay.sim.grid import Acknowledgement, FakeGrid, FakeStore, Timing, Truth
 from forebay.sim.heap import EventHeap
 from forebay.sim.model import EOS, VOCABULARY, expected_tokens, stamps
 
 TICK_S = 0.5
+# The second wave of traffic meets what the first has stored, after device and host have forgotten it.
+WAVE_GAP_S = 20.0
+FORGETTING = 10_000
 MAX_STEPS = 100_000
 
 
@@ -36,6 +40,11 @@ class Options:
     host_pages: int
     write_policy: WritePolicy
     load_back_threshold: int
+    has_store: bool
+    fetch_policy: FetchPolicy
+    fetch_threshold: int
+    store_losses: int
+    query_s: float
     chunk_size: int
     max_running: int
     max_waiting: int
@@ -48,6 +57,7 @@ class Options:
     losses: int
     pauses: int
     flushes: int
+    second_wave: bool
 
 
 @dataclass(slots=True)
@@ -61,6 +71,10 @@ class Report:
     restarts: int = 0
     cached_tokens: int = 0
     loaded_tokens: int = 0
+    fetched_tokens: int = 0
+    tickets: int = 0
+    stores: int = 0
+    outcomes: dict[str, int] = field(default_factory=dict)
     loads: int = 0
     backups: int = 0
     finishes: dict[str, int] = field(default_factory=dict)
@@ -79,9 +93,14 @@ def draw(randomness: random.Random) -> Options:
         tp=choice([1, 1, 2]),
         page_size=page_size,
         pages=choice([6, 12, 24, 48]),
-        host_pages=choice([0, 4, 16, 64]),
+        host_pages=choice([0, 8, 32, 64]),
         write_policy=choice(list(WritePolicy)),
         load_back_threshold=choice([0, page_size]),
+        has_store=choice([False, True, True]),
+        fetch_policy=choice(list(FetchPolicy)),
+        fetch_threshold=choice([0, page_size, 3 * page_size]),
+        store_losses=choice([0, 0, 2]),
+        query_s=choice([0.001, 0.01, 0.5]),
         chunk_size=choice([1, 4, 8, 16, 32]),
         max_running=choice([1, 2, 4, 8]),
         max_waiting=choice([2, 100]),
@@ -89,11 +108,20 @@ def draw(randomness: random.Random) -> Options:
         prefix_first=choice([False, True]),
         requests=randomness.randint(1, 32),
         arrival_s=choice([0.0, 0.01, 0.1, 1.0]),
-        timing=Timing(slow_forward / 4, slow_forward, slow_message / 10, slow_message, choice([0.0, 0.0, 0.3])),
+        timing=Timing(
+            slow_forward / 4,
+            slow_forward,
+            slow_message / 10,
+            slow_message,
+            backup_failures=choice([0.0, 0.0, 0.3]),
+            store_failures=choice([0.0, 0.0, 0.1]),
+            fetch_high=choice([0.001, 0.1, 2.0]),
+        ),
         abort_share=choice([0.0, 0.0, 0.2, 0.6]),
         losses=choice([0, 0, 0, 1, 2]),
         pauses=choice([0, 0, 0, 1]),
         flushes=choice([0, 0, 1, 2]),
+        second_wave=choice([False, True, True]),
     )
 
 
@@ -111,6 +139,7 @@ class History:
         self.report = Report()
         self.client = ClientChecker(self.options.max_context)
         self._truth = Truth()
+        self._store = FakeStore(self._random)
         self._inbox: list[Event] = []
         self._grid: FakeGrid | None = None
         self._fence = self._new_fence()
@@ -132,10 +161,14 @@ class History:
 
     def _schedule_traffic(self) -> None:
         options, randomness = self.options, self._random
-        stems = [[randomness.randrange(1, VOCABULARY) for _ in range(options.max_context)] for _ in range(3)]
+        stems = [[randomness.randrange(1, VOCABULARY) for _ in range(options.max_context)] for _ in range(2)]
         at = 0.0
         for index in range(options.requests):
             at += randomness.uniform(0, 2 * options.arrival_s)
+            if index and index == options.requests // 2 and options.second_wave:
+                at += WAVE_GAP_S
+                both = Flush(FORGETTING, ("device", "host"), 0.5)
+                self.heap.at(at - 1.0, lambda both=both: self._inbox.append(both))  # type: ignore[misc]
             submit = self._submit(f"r{index}", stems)
             self.heap.at(at, lambda submit=submit: self._arrive(submit))  # type: ignore[misc]
             if randomness.random() < options.abort_share:
@@ -150,8 +183,9 @@ class History:
         """Prompts share stems, and often end on a page border: that is where the interesting cases are."""
         randomness, options = self._random, self.options
         stem = randomness.choice(stems)
-        shared = randomness.choice([0, options.page_size, 2 * options.page_size, randomness.randrange(options.max_context)])
-        own = [randomness.randrange(1, VOCABULARY) for _ in range(randomness.choice([0, 0, 1, options.page_size, 5]))]
+        page = options.page_size
+        shared = randomness.choice([0, page, 2 * page, 4 * page, randomness.randrange(options.max_context)])
+        own = [randomness.randrange(1, VOCABULARY) for _ in range(randomness.choice([0, 0, 1, page, 5]))]
         prompt = (stem[:shared] + own)[: options.max_context - 1] or [1]
         params = SamplingParams(
             max_tokens=randomness.randint(1, max(options.max_context - len(prompt), 1)),
@@ -180,6 +214,8 @@ class History:
         horizon = options.requests * (options.arrival_s + 5 * options.timing.forward_high)
         for _ in range(options.losses):
             self.heap.at(randomness.uniform(0, horizon), self._lose_rank)
+        for _ in range(options.store_losses):
+            self.heap.at(randomness.uniform(0, horizon), lambda: self._store.evict(0.5))
         for _ in range(options.pauses):
             self.heap.at(randomness.uniform(0, horizon), self._pause_rank)
 
@@ -221,14 +257,27 @@ class History:
             self.report.backups += len(effects.plan.backup.copies) if effects.plan.backup else 0
             self._fence.plan_sent(effects.plan)
             self._grid.send(effects.plan)
+        for order in effects.orders:
+            assert self._grid is not None
+            self.report.tickets += isinstance(order, Ticket)
+            self.report.stores += isinstance(order, Store)
+            self._grid.order(order)
+        for query in effects.queries:
+            self._ask(query)
         for output in effects.outputs:
             self.client.output(output)
         self.report.flushes += len(effects.flushed)
 
+    def _ask(self, query: Query) -> None:
+        """The store answers for the moment at which it looks, and the answer takes its time."""
+        ranks = self.options.pp * self.options.tp
+        done = QueryDone(query.number, self._store.match_prefix(query.hashes, ranks))
+        self.heap.after(self._random.uniform(0, self.options.query_s), lambda: self._inbox.append(done))
+
     def _schedule_tick(self) -> None:
         """The real loop turns at least every so often; here only while that can change anything."""
         planner = self.planner
-        waits = planner.replica.in_flight or planner.next_deadline() is not None
+        waits = planner.replica.in_flight or planner.next_deadline() is not None or planner.replica.tickets.will_retry
         if waits and self._tick_due <= self.heap.now:
             self._tick_due = self.heap.now + TICK_S
             self.heap.at(self._tick_due, lambda: None)
@@ -246,6 +295,7 @@ class History:
             (self._pages, options.host_pages, options.page_size),
             epoch,
             self._truth,
+            self._store,
             self._hear,
         )
         ready = GridReady(epoch, self._pages, options.timing.forward_high, options.host_pages)
@@ -254,7 +304,7 @@ class History:
     def _new_fence(self) -> FenceChecker:
         return FenceChecker(self.options.pp * self.options.tp, self.options.page_size)
 
-    def _hear(self, done: PlanDone | TransferDone) -> None:
+    def _hear(self, done: Acknowledgement) -> None:
         self.report.messages += 1
         if isinstance(done, PlanDone) and done.epoch == self.planner.epoch:
             self._fence.acknowledged(done)
@@ -276,7 +326,11 @@ class History:
         self.report.retractions = replica.retractions
         self.report.cached_tokens = replica.cached_device_tokens
         self.report.loaded_tokens = replica.cached_host_tokens
-        assert self.report.flushes == self.options.flushes, "a flush was not answered once"
+        self.report.fetched_tokens = replica.cached_store_tokens
+        self.report.outcomes = dict(replica.tickets.outcomes)
+        assert replica.tickets.is_idle or self.planner.state is not GridState.READY, "a ticket never ended"
+        flushes = self.options.flushes + (self.options.second_wave and self.options.requests > 1)
+        assert self.report.flushes == flushes, "a flush was not answered once"
         for reason in self.client.finish.values():
             self.report.finishes[reason] = self.report.finishes.get(reason, 0) + 1
 
@@ -293,5 +347,8 @@ def _config(options: Options) -> PlannerConfig:
         prefix_first=options.prefix_first,
         write_policy=options.write_policy,
         load_back_threshold=options.load_back_threshold,
+        has_store=options.has_store,
+        fetch_policy=options.fetch_policy,
+        fetch_threshold=options.fetch_threshold,
         silence_s=float("inf"),  # ranks here send no heartbeats; a paused one shows by its late plan
     )

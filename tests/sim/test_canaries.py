@@ -5,11 +5,13 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from forebay.core import admission, building, planner, request
-from forebay.core.messages import Copy, FinishReason, TransferDone
+from forebay.core.messages import Copy, FinishReason, Store, StoreDone, TransferDone
 from forebay.core.page_cache import PageCache
 from forebay.core.pages import Owner
 from forebay.core.replica import Replica
 from forebay.core.request import Request
+from forebay.core.storing import StoreQueue
+from forebay.core.tickets import TicketDesk, _Flight
 from forebay.core.transfers import BackupQueue
 from forebay.core.tree import NONE, Node, PrefixTree, Tier
 from forebay.sim.fuzz import CampaignError, run_campaign
@@ -198,7 +200,49 @@ def digest_without_remaps(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(building, "_digest", partial)
 
 
+def believe_the_rank_that_has_fetched_most(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(_Flight, "safe", property(lambda self: max(self.progress)))
+
+
+def store_a_host_page_that_is_not_pinned(patch: pytest.MonkeyPatch) -> None:
+    """The page may hold another prefix by the time a rank reads it (field report B3)."""
+    start, done = StoreQueue.start, StoreQueue.done
+
+    def careless(self: StoreQueue, cache: PageCache, ranks: int, epoch: int) -> Store | None:
+        order = start(self, cache, ranks, epoch)
+        if order is not None:
+            cache.tree.unpin(self._batches[order.transfer].nodes, Tier.HOST)
+        return order
+
+    def after(self: StoreQueue, cache: PageCache, ack: StoreDone) -> None:
+        batch = self._batches[ack.transfer]
+        if len(batch.waits_for) == 1:
+            for node in batch.nodes:
+                if node.pages[Tier.HOST] == NONE or node.stale:
+                    node.pages[Tier.HOST] = NONE
+                node.pins[Tier.HOST] += 1
+                cache.tree._unpinned[Tier.HOST] -= node.pages[Tier.HOST] != NONE
+        done(self, cache, ack)
+
+    patch.setattr(StoreQueue, "start", careless)
+    patch.setattr(StoreQueue, "done", after)
+
+
+def forget_a_waiting_request_when_its_ticket_ends(patch: pytest.MonkeyPatch) -> None:
+    """Nothing wakes a request whose ticket came short."""
+    wake = TicketDesk._wake
+
+    def sleepy(self: TicketDesk, flight: _Flight, cache: PageCache, now: float) -> None:
+        if flight.safe == len(flight.pages):
+            wake(self, flight, cache, now)
+
+    patch.setattr(TicketDesk, "_wake", sleepy)
+
+
 CANARIES: list[Patch] = [
+    believe_the_rank_that_has_fetched_most,
+    store_a_host_page_that_is_not_pinned,
+    forget_a_waiting_request_when_its_ticket_ends,
     free_at_token_return,
     believe_a_failed_backup,
     believe_the_first_rank_that_has_saved,

@@ -30,8 +30,8 @@ class EmbeddedStore:
     """A `PageStore`. Raises ``OSError`` if the child cannot start; the text says why."""
 
     def __init__(self, directory: Path, dram: int, ssd: int) -> None:
-        secret = secrets.token_hex(32)
-        boot = json.dumps({"directory": str(directory), "dram": dram, "ssd": ssd, "secret": secret}) + "\n"
+        self.secret = secrets.token_hex(32)
+        boot = json.dumps({"directory": str(directory), "dram": dram, "ssd": ssd, "secret": self.secret}) + "\n"
         self._child = subprocess.Popen(
             [sys.executable, "-m", "forebay.store.backends.embedded_process"],
             stdin=subprocess.PIPE,
@@ -44,7 +44,7 @@ class EmbeddedStore:
             self._child.stdin.write(boot.encode())
             self._child.stdin.flush()
             self.url, self.directory = self._started()
-            client = StoreClient.connect(self.url, secret=secret, prefetch=PrefetchOptions(enabled=True))
+            client = StoreClient.connect(self.url, secret=self.secret, prefetch=PrefetchOptions(enabled=True))
         except BaseException:
             self._end()
             raise

@@ -1,0 +1,101 @@
+"""STORE: saved host pages on their way to the store (DESIGN 4.2).
+
+        want(node) --> wanted queue --a batch is free--> in flight --StoreDone from all ranks--> stored, or tried once more
+
+A page counts as stored when *every* rank has stored its part; what failed anywhere is not stored (and is retried a bounded number of
+times). The host page is pinned until all ranks have acknowledged. ``Node.stored`` is a hint: a fetch that fails resets it.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from forebay.core.messages import PageKey, ProtocolError, Store, StoreDone
+from forebay.core.page_cache import PageCache
+from forebay.core.tree import NONE, Node, Tier
+
+MAX_STORE_PAGES = 128
+MAX_BATCHES = 2
+MAX_TRIES = 2
+
+
+@dataclass(slots=True)
+class _Batch:
+    nodes: list[Node]
+    waits_for: set[int]
+    stored: bytearray  # 1 while every rank heard so far has stored it
+
+
+class StoreQueue:
+    """What is to be stored, and what is being stored."""
+
+    def __init__(self) -> None:
+        self._wanted: deque[Node] = deque()
+        self._batches: dict[int, _Batch] = {}
+        self._transfers = 0
+        self.stored_pages = 0
+        self.failed_pages = 0
+
+    @property
+    def in_flight(self) -> list[Sequence[Node]]:
+        """Nodes of each batch under way, for the invariants."""
+        return [batch.nodes for batch in self._batches.values()]
+
+    @property
+    def is_busy(self) -> bool:
+        """Something is on its way to the store: what a query misses now may be there soon."""
+        return bool(self._wanted or self._batches)
+
+    def want(self, node: Node) -> None:
+        if not node.stored and not node.storing:
+            node.storing = True
+            node.tries = 0
+            self._wanted.append(node)
+
+    def start(self, cache: PageCache, ranks: int, epoch: int) -> Store | None:
+        """The next batch, its host pages pinned; None if there is nothing or enough under way."""
+        nodes: list[Node] = []
+        while len(self._batches) < MAX_BATCHES and self._wanted and len(nodes) < MAX_STORE_PAGES:
+            node = self._wanted.popleft()
+            if node.stale or node.pages[Tier.HOST] == NONE:
+                node.storing = False
+                continue
+            cache.tree.pin(node, Tier.HOST)
+            nodes.append(node)
+        if not nodes:
+            return None
+        self._transfers += 1
+        self._batches[self._transfers] = _Batch(nodes, set(range(ranks)), bytearray(b"\1" * len(nodes)))
+        return Store(epoch, self._transfers, tuple(PageKey(node.pages[Tier.HOST], node.hash) for node in nodes))
+
+    def done(self, cache: PageCache, ack: StoreDone) -> None:
+        """Fold one rank's acknowledgement. Raises ``ProtocolError``."""
+        batch = self._batches.get(ack.transfer)
+        if batch is None or ack.rank not in batch.waits_for or len(ack.stored) != len(batch.nodes):
+            raise ProtocolError(
+                f"rank {ack.rank} acknowledged {len(ack.stored)} pages of store {ack.transfer}, which it was not asked for"
+            )
+        batch.waits_for.remove(ack.rank)
+        for index, stored in enumerate(ack.stored):
+            batch.stored[index] &= stored
+        if not batch.waits_for:
+            del self._batches[ack.transfer]
+            cache.tree.unpin(batch.nodes, Tier.HOST)
+            for node, stored in zip(batch.nodes, batch.stored, strict=True):
+                self._settle(node, bool(stored))
+
+    def _settle(self, node: Node, stored: bool) -> None:
+        node.tries += 1
+        node.stored = stored
+        if stored:
+            self.stored_pages += 1
+            node.storing = False
+        elif node.tries < MAX_TRIES and not node.stale:
+            self._wanted.append(node)
+        else:
+            self.failed_pages += 1
+            node.storing = False
+
+    def clear(self) -> None:
+        self._wanted.clear()
+        self._batches.clear()

@@ -1,0 +1,380 @@
+"""FETCH by ticket: a stored prefix comes to every rank's host pages while its request still waits (DESIGN 4.3).
+
+    ask --QUERY--> [answer in time?] --hit worth it, host pages to be had--> FETCHING --all final--------.
+     |                  |                                                     |                          v
+     |                  '--miss, late, too short, slower than computing-------|----> admit at once     READY
+     '--the next page is being fetched for another: join its ticket           '--policy says enough: Cancel; safe pages--'
+
+A request that is asking or fetching is passed over by admission; it never holds up others. ``safe`` is the MIN over ranks of what each
+has in its own pages, from the front without a hole. Settled pages join the tree as host pages and stay pinned for the request until it
+is admitted. Pages beyond ``safe`` belong to the transfer until every rank has said its final word (rule R11).
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from forebay.core.messages import Cancel, FetchProgress, PageKey, ProtocolError, Ticket
+from forebay.core.page_cache import PageCache
+from forebay.core.request import Phase, Request, RequestState
+from forebay.core.tree import NONE, Node, Tier
+
+QUERY_S = 0.1
+HOLD_SHARE = 0.8
+MAX_RETRIES = 8
+RETRY_STEPS = 8
+REFUSALS_PER_TRY = 32
+SMOOTHING = 0.2
+
+
+class FetchPolicy(StrEnum):
+    """How long a request waits for its ticket: to the end, not at all once it could run, or for a time that grows with the hit."""
+
+    WAIT = "wait"
+    BEST_EFFORT = "best-effort"
+    TIMEOUT = "timeout"
+
+
+@dataclass(frozen=True, slots=True)
+class Query:
+    """Effect: ask the store how many leading ``hashes`` it has all parts of, within `QUERY_S`, and answer with `QueryDone`."""
+
+    number: int
+    hashes: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class QueryDone:
+    number: int
+    pages: int
+
+
+@dataclass(slots=True)
+class _Flight:
+    """A ticket under way. ``anchor``: the page before its first, None at the root."""
+
+    hashes: list[bytes]
+    pages: list[int]
+    anchor: bytes | None
+    users: list[Request]
+    progress: list[int]
+    running: set[int]  # ranks that have not said their final word
+    issued_at: float
+    deadline: float
+    cancelled: bool = False
+    settled: int = 0
+
+    @property
+    def safe(self) -> int:
+        return min(self.progress)
+
+
+@dataclass(slots=True)
+class Orders:
+    """What one step has to tell ranks and store."""
+
+    queries: list[Query] = field(default_factory=list)
+    tickets: list[Ticket | Cancel] = field(default_factory=list)
+
+
+class TicketDesk:
+    """All queries and tickets of one replica."""
+
+    def __init__(self, page_size: int, ranks: int, policy: FetchPolicy, threshold_tokens: int) -> None:
+        self._page_size = page_size
+        self._ranks = ranks
+        self._policy = policy
+        self._threshold = threshold_tokens
+        self._queries: dict[int, tuple[Request, float]] = {}
+        self._flights: dict[int, _Flight] = {}
+        self._fetching: dict[bytes, int] = {}
+        self._retries: dict[str, int] = {}  # request id -> step at which it asks again
+        self._number = 0
+        self._step = 0
+        self._s_per_page = 0.0  # 0: not measured yet
+        self._refusals = 0
+        self.epoch = 0
+        self.orders = Orders()
+        self.outcomes: Counter[str] = Counter()
+        self.unused_pages: Counter[str] = Counter()
+
+    @property
+    def held_pages(self) -> list[int]:
+        """Host pages that tickets own, for the invariants."""
+        return [page for flight in self._flights.values() for page in flight.pages[flight.settled :]]
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._queries and not self._flights
+
+    @property
+    def will_retry(self) -> bool:
+        """Some request asks again in a few steps."""
+        return bool(self._retries)
+
+    def take_orders(self) -> Orders:
+        orders, self.orders = self.orders, Orders()
+        return orders
+
+    def next_deadline(self) -> float | None:
+        times = [due for _, due in self._queries.values()]
+        times += [flight.deadline for flight in self._flights.values() if not flight.cancelled]
+        return min(times, default=None)
+
+    # ------------------------------------------------------------------------------------------ asking
+
+    def ask(self, request: Request, cache: PageCache, now: float) -> None:
+        """Look for what the tree has not; called once when the request starts to wait, and again for bounded retries."""
+        missing = self._missing(request, cache)
+        if not self._worth(missing):
+            request.phase = Phase.SETTLED
+            return
+        flight = self._flights.get(self._fetching.get(missing[0], -1))
+        if flight is not None and not flight.cancelled:
+            flight.users.append(request)
+            request.phase = Phase.FETCHING
+            self.outcomes["joined"] += 1
+            return
+        if request.fetched:  # one ticket per request: never asked twice
+            request.phase = Phase.SETTLED
+            return
+        self._number += 1
+        self._queries[self._number] = (request, now + QUERY_S)
+        self.orders.queries.append(Query(self._number, tuple(missing)))
+        request.phase = Phase.ASKING
+
+    def answered(self, done: QueryDone, cache: PageCache, now: float, compute_s: float, pending: bool) -> None:
+        """The store's answer, folded over all ranks by the store itself. ``pending``: what it misses may just be on its way there.
+
+        ``compute_s``: what computing a page would take.
+        """
+        request, _ = self._queries.pop(done.number, (None, 0.0))
+        if request is None or request.state is not RequestState.WAITING:
+            return
+        request.phase = Phase.SETTLED
+        missing = self._missing(request, cache)[: done.pages]
+        if not self._worth(missing):
+            self.outcomes["miss"] += 1
+            if pending:
+                self._retry_later(request)
+        elif not self._pays(len(missing), compute_s):
+            self.outcomes["slower_than_compute"] += 1
+        else:
+            self._issue(request, missing, cache, now)
+
+    def _missing(self, request: Request, cache: PageCache) -> list[bytes]:
+        hashes = request.extend_hashes()
+        return hashes[len(cache.tree.match(hashes)) :]
+
+    def _worth(self, pages: Sequence[object]) -> bool:
+        return bool(pages) and len(pages) * self._page_size >= self._threshold
+
+    def _pays(self, pages: int, compute_s: float) -> bool:
+        """Unmeasured = fetch; estimates decay as 1 refusal in 32 is tried all the same."""
+        if not self._s_per_page or self._s_per_page <= compute_s:
+            return True
+        self._refusals += 1
+        return self._refusals % REFUSALS_PER_TRY == 0
+
+    def _issue(self, request: Request, missing: list[bytes], cache: PageCache, now: float) -> None:
+        """Take host pages for exactly the agreed hit, fewer if there are not as many, and send the ticket."""
+        room = int(HOLD_SHARE * cache.host.capacity) - len(self.held_pages)
+        pages: list[int] = []
+        while len(pages) < min(len(missing), room):
+            page = cache.allocate_host()
+            if page is None:
+                break
+            pages.append(page)
+        if not self._worth(pages):
+            for page in pages:
+                cache.free_host(page)
+            self.outcomes["no_host_pages"] += 1
+            self._retry_later(request)
+            return
+        if len(pages) < len(missing):
+            self.unused_pages["no_host_pages"] += len(missing) - len(pages)
+        hashes = missing[: len(pages)]
+        first = request.hashes.index(hashes[0])
+        self._number += 1
+        flight = _Flight(
+            hashes=hashes,
+            pages=pages,
+            anchor=request.hashes[first - 1] if first else None,
+            users=[request],
+            progress=[0] * self._ranks,
+            running=set(range(self._ranks)),
+            issued_at=now,
+            deadline=now + self._patience(len(pages)),
+        )
+        self._flights[self._number] = flight
+        self._fetching |= dict.fromkeys(hashes, self._number)
+        keys = tuple(PageKey(page, hash) for page, hash in zip(pages, hashes, strict=True))
+        self.orders.tickets.append(Ticket(self.epoch, self._number, keys))
+        request.phase = Phase.FETCHING
+        request.fetched = True
+        self.outcomes["issued"] += 1
+
+    def _patience(self, pages: int) -> float:
+        if self._policy is FetchPolicy.TIMEOUT:
+            return min(2.0 + 0.1 * pages * self._page_size / 1024, 30.0)
+        return float("inf")
+
+    def _retry_later(self, request: Request) -> None:
+        if request.retries < MAX_RETRIES:
+            request.retries += 1
+            self._retries[request.request_id] = self._step + RETRY_STEPS
+
+    # ------------------------------------------------------------------------------------------ each step
+
+    def tick(self, requests: dict[str, Request], cache: PageCache, now: float) -> None:
+        """Late queries are misses, late tickets are cut short, and requests whose turn it is ask again."""
+        self._step += 1
+        for number, (request, due) in tuple(self._queries.items()):
+            if now >= due and request.phase is Phase.ASKING:
+                request.phase = Phase.SETTLED  # a late hit may still issue a ticket while the request waits
+                self.outcomes["query_late"] += 1
+            if now >= due + 10 * QUERY_S:
+                del self._queries[number]
+        for number, flight in tuple(self._flights.items()):
+            if not flight.cancelled and now >= flight.deadline:
+                self._cut_short(number, flight, cache, "timeout")
+        for request_id, step in tuple(self._retries.items()):
+            waiting = requests.get(request_id)
+            if waiting is None or waiting.state is not RequestState.WAITING:
+                del self._retries[request_id]
+            elif self._step >= step and waiting.phase is Phase.SETTLED:
+                del self._retries[request_id]
+                self.ask(waiting, cache, now)
+
+    def may_run(self, request: Request, cache: PageCache) -> bool:
+        """Whether admission may take the request now; best effort ends the wait just then."""
+        if request.phase is Phase.FETCHING and self._policy is FetchPolicy.BEST_EFFORT:
+            for number, flight in tuple(self._flights.items()):
+                if request in flight.users:
+                    self._leave(number, flight, request, cache)
+        return request.phase in (Phase.NOT_ASKED, Phase.SETTLED)
+
+    def progressed(self, ack: FetchProgress, cache: PageCache, now: float) -> None:
+        """Fold one rank's acknowledgement. Raises ``ProtocolError``."""
+        flight = self._flights.get(ack.transfer)
+        if flight is None or ack.rank not in flight.running or not flight.progress[ack.rank] <= ack.pages <= len(flight.pages):
+            raise ProtocolError(f"rank {ack.rank} acknowledged {ack.pages} pages of ticket {ack.transfer}, which it was not asked for")
+        flight.progress[ack.rank] = ack.pages
+        if ack.final:
+            flight.running.discard(ack.rank)
+        if not flight.running:
+            self._close(ack.transfer, flight, cache, now)
+
+    def drop(self, request: Request, cache: PageCache | None) -> None:
+        """The request ends, wherever it is: it waits for nothing any more, and what was kept for it is let go."""
+        self._retries.pop(request.request_id, None)
+        for number, (asker, _) in tuple(self._queries.items()):
+            if asker is request:
+                del self._queries[number]
+        if cache is None:
+            return
+        for number, flight in tuple(self._flights.items()):
+            if request in flight.users:
+                flight.users.remove(request)
+                if not flight.users:
+                    self._cancel(number, flight)
+                    self.outcomes["aborted"] += 1
+        release_ready(request, cache)
+
+    def clear(self) -> None:
+        """The grid is lost: host pages are forgotten, and nothing of the old epoch will be heard."""
+        self._queries.clear()
+        self._flights.clear()
+        self._fetching.clear()
+        self._retries.clear()
+        self.orders = Orders()
+
+    # ------------------------------------------------------------------------------------------ endings
+
+    def _close(self, number: int, flight: _Flight, cache: PageCache, now: float) -> None:
+        """All ranks have said their final word."""
+        del self._flights[number]
+        if not flight.cancelled:
+            self._settle(flight, flight.safe, cache)
+            self._measure(flight, now)
+            self.outcomes["complete" if flight.safe == len(flight.pages) else "short"] += 1
+            self.unused_pages["failed"] += len(flight.pages) - flight.safe
+        self._forget_hashes(number, flight)
+        for page in flight.pages[flight.settled :]:
+            cache.free_host(page)
+        self._wake(flight, cache, now)
+
+    def _cut_short(self, number: int, flight: _Flight, cache: PageCache, why: str) -> None:
+        """The policy says enough: what is safe now may be used now; the rest stays the transfer's until all final words."""
+        self._settle(flight, flight.safe, cache)
+        self.unused_pages[why] += len(flight.pages) - flight.settled
+        self.outcomes[why] += 1
+        self._cancel(number, flight)
+        users, flight.users = flight.users, []
+        for user in users:
+            user.phase = Phase.SETTLED
+
+    def _leave(self, number: int, flight: _Flight, request: Request, cache: PageCache) -> None:
+        """One user will not wait any longer; the last one to leave cuts the ticket short."""
+        if flight.users == [request]:
+            self._cut_short(number, flight, cache, "best_effort")
+        else:
+            self._settle(flight, flight.safe, cache)
+            flight.users.remove(request)
+            request.phase = Phase.SETTLED
+
+    def _cancel(self, number: int, flight: _Flight) -> None:
+        if not flight.cancelled:
+            flight.cancelled = True
+            self._forget_hashes(number, flight)
+            self.orders.tickets.append(Cancel(self.epoch, number))
+
+    def _settle(self, flight: _Flight, safe: int, cache: PageCache) -> None:
+        """Pages up to ``safe`` join the tree, pinned for every user; those that the tree has meanwhile are dropped as covered."""
+        parent = None if flight.anchor is None else cache.tree.get(flight.anchor)
+        if flight.settled:
+            parent = cache.tree.get(flight.hashes[flight.settled - 1])
+        if parent is None and (flight.anchor is not None or flight.settled):
+            self.unused_pages["anchor_lost"] += safe - flight.settled
+            return
+        while flight.settled < safe:
+            hash, page = flight.hashes[flight.settled], flight.pages[flight.settled]
+            node = cache.place_fetched(hash, parent, page)
+            if node.pages[Tier.HOST] != page:
+                self.unused_pages["covered"] += 1
+            for user in flight.users:
+                if node.pages[Tier.HOST] != NONE:
+                    cache.tree.pin(node, Tier.HOST)
+                    user.ready.append(node)
+            parent = node
+            flight.settled += 1
+
+    def _wake(self, flight: _Flight, cache: PageCache, now: float) -> None:
+        """Users may be admitted; one that had joined asks for what is beyond the ticket, its own only ticket."""
+        users, flight.users = flight.users, []
+        for user in users:
+            user.phase = Phase.SETTLED
+            if not user.fetched:
+                self.ask(user, cache, now)
+
+    def _measure(self, flight: _Flight, now: float) -> None:
+        if flight.safe:
+            seconds = (now - flight.issued_at) / flight.safe
+            self._s_per_page += (seconds - self._s_per_page) * (SMOOTHING if self._s_per_page else 1.0)
+
+    def _forget_hashes(self, number: int, flight: _Flight) -> None:
+        for hash in flight.hashes:
+            if self._fetching.get(hash) == number:
+                del self._fetching[hash]
+
+
+def release_ready(request: Request, cache: PageCache) -> None:
+    """What a ticket has brought for this request is pinned no longer: it is admitted, or will never be."""
+    cache.tree.unpin(request.ready, Tier.HOST)
+    request.ready.clear()
+
+
+def pinned_ready(requests: Sequence[Request]) -> list[Node]:
+    """All such pins, for the invariants."""
+    return [node for request in requests for node in request.ready]

@@ -1,0 +1,109 @@
+"""FETCH and STORE of one rank: between its host pages and the store, on threads of their own (DESIGN 4.2, 4.3).
+
+    ticket channel --Ticket, Cancel, Store--> `take` (I/O thread) --> fetch threads / store thread --> acknowledgements
+
+A ticket is read in batches from the front; the first page that does not come ends it. Whatever a store does on a bad day shortens this
+rank's progress and nothing else: every order is acknowledged with its final word (rule R11, field reports P18, B7).
+"""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from forebay.core.messages import Cancel, FetchProgress, FromWorker, PageKey, Store, StoreDone, Ticket, ToWorkerIo
+from forebay.observe.events import SpanKind, SpanRing
+from forebay.runtime.host_pool import HostPool
+from forebay.store.backend import GetItem, PageStore, PutItem, Status
+
+FETCH_THREADS = 2  # a long ticket must not hold up a short one (field report P14)
+BATCH_BYTES = 8 << 20
+FETCH_TIMEOUT_S = 10.0
+STORE_TIMEOUT_S = 20.0
+_THERE = (Status.OK, Status.EXISTS)
+
+
+class PageIo:
+    """Carries out the planner's orders. ``say``: sends an acknowledgement, from any thread, in order."""
+
+    def __init__(
+        self, store: PageStore, host: HostPool, part: bytes, epoch: int, rank: int, ring: SpanRing, say: Callable[[FromWorker], None]
+    ) -> None:
+        self._store = store
+        self._host = host
+        self._part = part
+        self._epoch = epoch
+        self._rank = rank
+        self._ring = ring
+        self._say = say
+        self._batch = max(BATCH_BYTES // host.block_bytes, 1)
+        self._cancelled: set[int] = set()
+        self._live: set[int] = set()
+        self._lock = threading.Lock()
+        self._fetchers = ThreadPoolExecutor(FETCH_THREADS, "fetch")
+        self._storer = ThreadPoolExecutor(1, "store")
+
+    def take(self, order: ToWorkerIo) -> None:
+        """Start what the planner asks for; returns at once. Orders of another epoch are dropped (rule R1)."""
+        if order.epoch != self._epoch:
+            return
+        match order:
+            case Ticket():
+                with self._lock:
+                    self._live.add(order.transfer)
+                self._fetchers.submit(self._fetch, order)
+            case Cancel():
+                with self._lock:
+                    if order.transfer in self._live:
+                        self._cancelled.add(order.transfer)
+            case Store():
+                self._storer.submit(self._put, order)
+
+    def stop(self) -> None:
+        """Begin nothing new and wait for what is being read or written; the store's own time-outs bound that."""
+        with self._lock:
+            self._cancelled |= self._live
+        self._fetchers.shutdown(cancel_futures=True)
+        self._storer.shutdown(cancel_futures=True)
+        self._store.close()
+
+    def _fetch(self, ticket: Ticket) -> None:
+        began = time.monotonic_ns()
+        done = 0
+        try:
+            while done < len(ticket.pages) and not self._is_cancelled(ticket.transfer):
+                batch = ticket.pages[done : done + self._batch]
+                read = self._read(batch)
+                done += read
+                if read < len(batch):
+                    break
+                if done < len(ticket.pages):
+                    self._say(FetchProgress(self._epoch, self._rank, ticket.transfer, done, False))
+        finally:
+            with self._lock:
+                self._live.discard(ticket.transfer)
+                self._cancelled.discard(ticket.transfer)
+            self._ring.record(SpanKind.FETCH, began, ticket.transfer, done)
+            self._say(FetchProgress(self._epoch, self._rank, ticket.transfer, done, True))
+
+    def _read(self, pages: Sequence[PageKey]) -> int:
+        """How many of ``pages`` came, from the front."""
+        size = self._host.block_bytes
+        items = [GetItem(page.hash + self._part, 0, size, self._host.block(page.host)) for page in pages]
+        statuses = self._store.get_into(items, FETCH_TIMEOUT_S)
+        return next((index for index, status in enumerate(statuses) if status is not Status.OK), len(items))
+
+    def _put(self, order: Store) -> None:
+        began = time.monotonic_ns()
+        stored = bytes(len(order.pages))
+        try:
+            items = [PutItem(page.hash + self._part, self._host.block(page.host)) for page in order.pages]
+            statuses = self._store.put_from(items, STORE_TIMEOUT_S)
+            stored = bytes(status in _THERE for status in statuses)
+        finally:
+            self._ring.record(SpanKind.STORE, began, order.transfer, sum(stored))
+            self._say(StoreDone(self._epoch, self._rank, order.transfer, stored))
+
+    def _is_cancelled(self, transfer: int) -> bool:
+        with self._lock:
+            return transfer in self._cancelled

@@ -1,0 +1,64 @@
+"""How planner and ranks of one grid reach the same store.
+
+A private (``embedded``) store is one process that the planner starts and ends; ranks are told its address and secret. Every other URL
+is opened by each process for itself.
+"""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from queue import SimpleQueue
+
+from forebay.core.tickets import QUERY_S, Query, QueryDone
+from forebay.store.backend import PageStore
+from forebay.store.backends.embedded import EmbeddedStore
+from forebay.store.backends.open import open_store
+
+QUERY_THREADS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class StoreAddress:
+    """What a rank needs to open the store: ``secret`` is None where there is none."""
+
+    url: str
+    secret: str | None
+
+
+class StoreDesk:
+    """The planner's end: asks the store for it, off its loop. ``wake``: called on a query thread when an answer is there."""
+
+    def __init__(self, url: str, parts: list[bytes]) -> None:
+        """Raises ``StoreURLError`` if there is no such store or it does not answer."""
+        store = open_store(url)
+        assert store is not None
+        self._store: PageStore = store
+        self._parts = parts
+        self._threads = ThreadPoolExecutor(QUERY_THREADS, "query")
+        self.answers: SimpleQueue[QueryDone] = SimpleQueue()
+        if isinstance(store, EmbeddedStore):
+            self.address = StoreAddress(store.url, store.secret)
+        else:
+            self.address = StoreAddress(url, None)
+
+    def ask(self, query: Query, wake: Callable[[], None]) -> None:
+        """Answer a query later; never blocks."""
+        self._threads.submit(self._answer, query, wake)
+
+    def close(self) -> None:
+        self._threads.shutdown(cancel_futures=True)
+        self._store.close()
+
+    def _answer(self, query: Query, wake: Callable[[], None]) -> None:
+        pages = 0
+        try:
+            pages = self._store.match_prefix(query.hashes, self._parts, hint=False, timeout_s=QUERY_S)
+        finally:
+            self.answers.put(QueryDone(query.number, pages))
+            wake()
+
+
+def open_for_rank(address: StoreAddress) -> PageStore:
+    store = open_store(address.url, secret=address.secret)
+    assert store is not None
+    return store

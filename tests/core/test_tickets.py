@@ -1,0 +1,266 @@
+"""Tickets by stories (DESIGN 4.3): a stored prefix comes to the host while its request waits. Pages hold 4 tokens, a plan's chunk 8."""
+
+import pytest
+
+from forebay.core.messages import (
+    Abort,
+    Cancel,
+    FetchProgress,
+    Flush,
+    PlanDone,
+    Sample,
+    Store,
+    StoreDone,
+    Submit,
+    Ticket,
+    TransferDone,
+    pack_tokens,
+)
+from forebay.core.planner import Effects, Event, GridLost, GridReady
+from forebay.core.sampling import SamplingParams
+from forebay.core.tickets import FetchPolicy, QueryDone
+from forebay.core.transfers import WritePolicy
+from forebay.core.tree import Tier
+from tests.core.conftest import Desk, make_desk, spans
+
+PROMPT = list(range(1, 22))  # five full pages and one token
+BUSY = [50, 51]
+
+
+class StoreDesk(Desk):
+    """A desk that keeps what a step asks of store and ranks."""
+
+    def take(self, *events: Event) -> Effects:
+        """One step; the plan that it built is in ``plans`` too."""
+        effects = self.planner.step(self.now, events)
+        self.outputs += effects.outputs
+        if effects.plan is not None:
+            self.plans.append(effects.plan)
+        return effects
+
+
+def store_desk(host_pages: int = 16, **config: object) -> StoreDesk:
+    defaults: dict[str, object] = {
+        "has_store": True,
+        "fetch_threshold": 8,
+        "fetch_policy": FetchPolicy.WAIT,
+        "load_back_threshold": 0,
+        "write_policy": WritePolicy.WRITE_THROUGH_SELECTIVE,  # so that host pages are the tickets' alone
+    }
+    desk = make_desk(host_pages=host_pages, **(defaults | config))
+    return StoreDesk(desk.planner)
+
+
+def ask(desk: StoreDesk, request_id: str = "a", prompt: list[int] = PROMPT) -> Effects:
+    """Submit a request that has nothing in the tree."""
+    return desk.take(Submit(request_id, pack_tokens(prompt), SamplingParams(max_tokens=2, seed=0), (0,)))
+
+
+def issue(desk: StoreDesk, pages: int = 5, request_id: str = "a") -> Ticket:
+    """A request whose query found ``pages``; its ticket."""
+    (query,) = ask(desk, request_id).queries
+    (ticket,) = desk.take(QueryDone(query.number, pages)).orders
+    assert isinstance(ticket, Ticket)
+    return ticket
+
+
+def progress(desk: StoreDesk, ticket: Ticket, pages: int, final: bool = True, rank: int = 0) -> Effects:
+    return desk.take(FetchProgress(1, rank, ticket.transfer, pages, final))
+
+
+def host_in_use(desk: Desk) -> int:
+    cache = desk.planner.replica.cache
+    assert cache is not None
+    return cache.host.capacity - cache.host.free
+
+
+def test_the_store_is_asked_once_for_the_pages_that_the_tree_has_not() -> None:
+    desk = store_desk()
+    effects = ask(desk)
+    assert len(effects.queries) == 1 and len(effects.queries[0].hashes) == 5
+    assert effects.plan is None, "it waits for the answer"
+    assert not desk.take().queries
+
+
+def test_a_miss_is_admitted_at_once_and_holds_no_page() -> None:
+    desk = store_desk()
+    (query,) = ask(desk).queries
+    effects = desk.take(QueryDone(query.number, 1))
+    assert effects.plan is not None and not effects.orders and not host_in_use(desk)
+
+
+def test_a_query_that_is_late_is_a_miss_for_now_and_never_blocks_beyond_its_bound() -> None:
+    desk = store_desk()
+    ask(desk)
+    desk.now = 0.09
+    assert desk.take().plan is None
+    desk.now = 0.11
+    assert desk.take().plan is not None
+
+
+def test_others_pass_a_request_that_waits_for_its_ticket() -> None:
+    desk = store_desk()
+    issue(desk)
+    effects = ask(desk, "short", BUSY)
+    assert effects.plan is not None and len(effects.plan.pieces) == 1
+
+
+def test_a_ticket_takes_host_pages_for_exactly_the_agreed_hit() -> None:
+    desk = store_desk()
+    ticket = issue(desk, pages=4)
+    assert len(ticket.pages) == 4 and host_in_use(desk) == 4
+
+
+def test_when_all_ranks_are_done_the_request_runs_next_and_loads_what_came() -> None:
+    desk = store_desk(pp=2)
+    ticket = issue(desk)
+    assert progress(desk, ticket, 5, rank=0).plan is None, "stage 1 is not done"
+    plan = progress(desk, ticket, 5, rank=1).plan
+    assert plan is not None and spans(plan) == [(20, 21)]
+    assert [copy.host for copy in plan.loads] == [page.host for page in ticket.pages]
+    request = desk.planner.replica.requests["a"]
+    assert request.usage is not None
+    assert (request.usage.cached_device, request.usage.cached_host, request.usage.cached_store) == (0, 0, 20)
+
+
+def test_what_may_be_used_is_the_minimum_over_ranks() -> None:
+    desk = store_desk(pp=2)
+    ticket = issue(desk)
+    progress(desk, ticket, 5, rank=0)
+    plan = progress(desk, ticket, 3, rank=1).plan
+    assert plan is not None and len(plan.loads) == 3 and plan.pieces[0].start == 12
+    assert host_in_use(desk) == 3, "what did not come everywhere is free again"
+
+
+def test_a_rank_that_fails_at_once_means_computing() -> None:
+    desk = store_desk()
+    plan = progress(desk, issue(desk), 0).plan
+    assert plan is not None and spans(plan) == [(0, 8)] and not host_in_use(desk)
+
+
+def test_timeout_uses_what_is_safe_and_the_rest_stays_the_transfers_until_the_last_word() -> None:
+    desk = store_desk(fetch_policy=FetchPolicy.TIMEOUT)
+    ticket = issue(desk)
+    progress(desk, ticket, 3, final=False)
+    desk.now = 2.1
+    effects = desk.take()
+    assert effects.orders == [Cancel(1, ticket.transfer)]
+    assert effects.plan is not None and len(effects.plan.loads) == 3
+    assert host_in_use(desk) == 5, "a rank may still be writing the other two"
+    progress(desk, ticket, 4)
+    assert host_in_use(desk) == 3
+
+
+def test_best_effort_waits_only_while_the_request_could_not_run_anyway() -> None:
+    desk = store_desk(fetch_policy=FetchPolicy.BEST_EFFORT, max_running=1)
+    busy = ask(desk, "busy", BUSY).plan
+    assert busy is not None
+    ticket = issue(desk)
+    progress(desk, ticket, 2, final=False)
+    assert len(desk.planner.replica.running) == 1
+    (decode,) = desk.done(busy, 0)
+    effects = desk.take(PlanDone(1, 0, decode.number, (Sample(decode.pieces[0].slot, 9),)))
+    assert effects.orders == [Cancel(1, ticket.transfer)]
+    assert effects.plan is not None and len(effects.plan.loads) == 2
+
+
+def test_an_abort_cancels_and_frees_exactly_once_after_the_last_word() -> None:
+    desk = store_desk(pp=2)
+    ticket = issue(desk)
+    assert desk.take(Abort("a")).orders == [Cancel(1, ticket.transfer)]
+    assert host_in_use(desk) == 5
+    progress(desk, ticket, 2, rank=0)
+    assert host_in_use(desk) == 5, "stage 1 may still write (R11)"
+    progress(desk, ticket, 0, rank=1)
+    assert host_in_use(desk) == 0
+    assert desk.planner.replica.tickets.is_idle
+
+
+def test_a_later_request_joins_pages_in_flight_and_the_last_user_cancels() -> None:
+    desk = store_desk()
+    ticket = issue(desk)
+    effects = ask(desk, "b")
+    assert not effects.queries, "b joins a's ticket"
+    assert not desk.take(Abort("a")).orders, "b still waits for it"
+    plan = progress(desk, ticket, 5).plan
+    assert plan is not None and len(plan.loads) == 5 and spans(plan) == [(20, 21)]
+
+
+def test_pages_that_the_tree_has_meanwhile_are_covered() -> None:
+    desk = store_desk(write_policy=WritePolicy.WRITE_THROUGH)
+    (query,) = ask(desk, "computes").queries
+    first = desk.take(QueryDone(query.number, 0)).plan
+    assert first is not None and spans(first) == [(0, 8)]
+    (query,) = ask(desk, "fetches").queries
+    assert len(query.hashes) == 3, "two pages are on their way already"
+    (ticket,) = desk.take(QueryDone(query.number, 3)).orders
+    assert isinstance(ticket, Ticket)
+    desk.take(PlanDone(1, 0, first.number))  # the next chunk is built, and its pages will be saved
+    progress(desk, ticket, 3)
+    assert desk.planner.replica.tickets.unused_pages["covered"] == 2
+
+
+def test_what_is_saved_goes_to_the_store_and_counts_once_every_rank_has_stored_it() -> None:
+    desk = store_desk(write_policy=WritePolicy.WRITE_THROUGH)
+    (query,) = ask(desk).queries
+    desk.take(QueryDone(query.number, 0))
+    orders: list[Store] = []
+    index = 0
+    while index < len(desk.plans):
+        plan = desk.plans[index]
+        index += 1
+        samples = tuple(Sample(piece.slot, 9) for piece in plan.pieces if piece.sample)
+        desk.take(PlanDone(1, 0, plan.number, samples))
+        if plan.backup is not None:
+            effects = desk.take(TransferDone(1, 0, plan.backup.transfer, len(plan.backup.copies)))
+            orders += [order for order in effects.orders if isinstance(order, Store)]
+    first = orders[0]
+    cache = desk.planner.replica.cache
+    assert cache is not None
+    node = cache.tree.get(first.pages[0].hash)
+    assert node is not None and node.pins[Tier.HOST] == 1 and not node.stored
+    retry = desk.take(StoreDone(1, 0, first.transfer, b"\1" + b"\0" * (len(first.pages) - 1))).orders
+    assert node.stored and node.pins[Tier.HOST] == 0
+    again = {page.hash for order in retry if isinstance(order, Store) for page in order.pages}
+    assert first.pages[0].hash not in again and {page.hash for page in first.pages[1:]} <= again, "only what failed, once more"
+
+
+def test_a_lost_grid_forgets_tickets_and_asks_again() -> None:
+    desk = store_desk()
+    issue(desk)
+    desk.take(GridLost(1, "killed"))
+    effects = desk.take(GridReady(2, 32, 0.001, 16))
+    assert len(effects.queries) == 1 and not host_in_use(desk)
+
+
+def test_no_host_page_means_computing_and_the_reason_is_counted() -> None:
+    desk = store_desk(host_pages=1)
+    (query,) = ask(desk).queries
+    assert desk.take(QueryDone(query.number, 5)).plan is not None
+    assert desk.planner.replica.tickets.outcomes["no_host_pages"] == 1
+
+
+def test_tickets_hold_at_most_four_fifths_of_the_host() -> None:
+    desk = store_desk(host_pages=5)
+    ticket = issue(desk, pages=5)
+    assert len(ticket.pages) == 4
+    assert desk.planner.replica.tickets.unused_pages["no_host_pages"] == 1
+
+
+def test_a_flush_lets_go_of_what_waits_for_admission() -> None:
+    desk = store_desk(max_running=1)
+    busy = ask(desk, "busy", BUSY).plan
+    assert busy is not None
+    ticket = issue(desk)
+    progress(desk, ticket, 5)
+    assert host_in_use(desk) == 5
+    (done,) = desk.take(Flush(1, ("host",), 0.0)).flushed
+    assert not done.busy and host_in_use(desk) == 0
+
+
+@pytest.mark.parametrize(("transfer", "pages"), [(77, 1), (0, 6), (0, -1)])
+def test_progress_that_makes_no_sense_ends_the_epoch(transfer: int, pages: int) -> None:
+    desk = store_desk()
+    ticket = issue(desk)
+    effects = desk.take(FetchProgress(1, 0, transfer or ticket.transfer, pages, False))
+    assert effects.restart is not None and "was not asked for" in effects.restart

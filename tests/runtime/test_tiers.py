@@ -1,0 +1,85 @@
+"""The tiers for real: processes, files, and the text that must not depend on where KV came from."""
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from forebay import LLM, RequestOutput, SamplingParams
+from tests.frontend.tiny_text import CONTEXT, write_random_weights, write_text_model
+
+PAGE = 16
+GREEDY = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
+COMMON = {"dtype": "float32", "page_size": PAGE, "threads_per_rank": 1, "fetch_threshold": PAGE, "chunk_size": 64}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    path = tmp_path_factory.mktemp("model")
+    write_text_model(path)
+    write_random_weights(path)
+    yield path
+
+
+def prompts(count: int, seed: int) -> list[list[int]]:
+    """Prompts over three stems, as conversations share theirs."""
+    randomness = random.Random(seed)
+    stems = [[randomness.randrange(5, 60) for _ in range(CONTEXT // 2)] for _ in range(3)]
+    return [
+        randomness.choice(stems)[: randomness.choice([PAGE, 3 * PAGE, CONTEXT // 2])] + [randomness.randrange(5, 60) for _ in range(3)]
+        for _ in range(count)
+    ]
+
+
+def run(model: Path, work: list[list[int]], **settings: object) -> list[RequestOutput]:
+    """One request after another, so that later ones meet what earlier ones left."""
+    with LLM(str(model), **(COMMON | settings)) as llm:  # type: ignore[arg-type]
+        return [llm.generate([prompt], GREEDY)[0] for prompt in work]
+
+
+def text(outputs: list[RequestOutput]) -> list[list[int]]:
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def cached(outputs: list[RequestOutput]) -> int:
+    return sum(output.num_cached_tokens or 0 for output in outputs)
+
+
+@pytest.fixture(scope="module")
+def plain(model: Path) -> list[list[int]]:
+    """The text without any help from lower tiers."""
+    return text(run(model, prompts(12, seed=1), host_memory=1))
+
+
+@pytest.mark.parametrize("policy", ["write-through", "write-through-selective", "write-back"])
+def test_text_is_the_same_when_prefixes_go_to_host_memory_and_back(model: Path, plain: list[list[int]], policy: str) -> None:
+    outputs = run(model, prompts(12, seed=1), pp=2, device_memory="80KiB", host_memory="1MiB", write_policy=policy)
+    assert text(outputs) == plain
+    on_device_alone = run(model, prompts(12, seed=1), pp=2, device_memory="80KiB", host_memory=1)
+    assert policy == "write-through-selective" or cached(outputs) > cached(on_device_alone)
+
+
+def test_a_restarted_server_is_warm_from_the_store(model: Path, plain: list[list[int]], tmp_path: Path) -> None:
+    work = prompts(12, seed=1)
+    url = f"file:{tmp_path / 'pages'}"
+    first = run(model, work, pp=2, store=url)
+    again = run(model, work, pp=2, store=url, fetch_policy="wait")
+    assert text(first) == text(again) == plain
+    longest = max(range(len(work)), key=lambda index: len(work[index]))
+    assert again[longest].num_cached_tokens == len(work[longest]) // PAGE * PAGE, "every full page of it was stored"
+    assert cached(again) > cached(first)
+
+
+def test_damaged_files_cost_recomputing_and_nothing_else(model: Path, plain: list[list[int]], tmp_path: Path) -> None:
+    work = prompts(12, seed=1)
+    url = f"file:{tmp_path / 'pages'}"
+    run(model, work, store=url)
+    files = sorted(path for path in (tmp_path / "pages").rglob("*") if path.is_file())
+    assert files
+    for index, path in enumerate(files):
+        data = bytearray(path.read_bytes())
+        if index % 3 == 0:
+            data[len(data) // 2] ^= 0xFF
+        path.write_bytes(data if index % 3 != 1 else data[: len(data) // 2])
+    assert text(run(model, work, store=url, fetch_policy="wait")) == plain
