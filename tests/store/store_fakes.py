@@ -21,6 +21,7 @@ from forebay.store.wire.messages import (
     HeldSsd,
     Inventory,
     MasterToClient,
+    Peers,
     Persisted,
     Prefetchable,
     Promote,
@@ -48,6 +49,7 @@ class FakeHolder:
     memory: dict[int, HeldMemory] = field(default_factory=dict)  # by offset
     ssd: dict[tuple[str, bytes, int], HeldSsd] = field(default_factory=dict)
     graves: list[Grave] = field(default_factory=list)
+    peers: list[str] = field(default_factory=list)
     unacked: list[int] = field(default_factory=list)
     promotes: list[Promote] = field(default_factory=list)
     answers: list[Prefetchable | Allocated] = field(default_factory=list)
@@ -107,7 +109,16 @@ class World:
         self.holders[holder.session] = holder
         self.step(Connected(holder.session, "@holder"))
         register = Register(
-            holder.name, holder.instance, "127.0.0.1", 1, "", "here", holder.memory_bytes, holder.ssd_bytes, holder.highest()
+            holder.name,
+            holder.instance,
+            "127.0.0.1",
+            1,
+            "",
+            "here",
+            holder.memory_bytes,
+            holder.ssd_bytes,
+            holder.highest(),
+            list(holder.peers),
         )
         self.step(FromHolder(holder.session, register))
         return holder
@@ -119,7 +130,7 @@ class World:
     def restart_master(self) -> None:
         """kill -9 of the master and a new one: everybody must reconnect."""
         self.epoch += 1
-        self.master = Master(self.config, self.now, epoch=self.epoch)
+        self.master = Master(self.config, self.now, epoch=self.epoch, first_generation=self.epoch * 1_000_000)
         self.holders.clear()
         self.inbox.clear()
 
@@ -185,6 +196,8 @@ class World:
                     True,
                 )
                 self.step(FromHolder(holder.session, entries))
+            case Peers(names):
+                holder.peers = sorted({*holder.peers, *names} - {holder.name})
             case Serving():
                 holder.serving = True
             case Retire(ranges):

@@ -329,6 +329,21 @@ def test_a_live_holder_keeps_the_tombstone_for_an_absent_one_even_over_a_master_
     assert live.graves == [], "and the grave is no longer kept"
 
 
+def test_a_holder_that_a_restarted_master_never_saw_is_told_of_removals_too() -> None:
+    """Found by the random histories: it was away when the master restarted, so the master did not know it had a copy."""
+    world = World(quiet(replicas=2))
+    away, live = world.holder(FakeHolder("away")), world.holder(FakeHolder("live"))
+    put(world, world.client(), b"k")
+    world.lose(away.session)
+    world.restart_master()
+    world.holder(live)
+    client = world.client()
+    removed = world.call(client, Remove(1, [b"k"]))
+    assert isinstance(removed, Codes) and removed.codes[0] == OK and [grave.behalf for grave in live.graves] == ["away"]
+    world.holder(away)
+    assert exists(world, client, b"k") == [NOT_FOUND] and away.ssd == {} and live.graves == []
+
+
 def test_remove_with_nobody_to_keep_the_tombstone_says_unavailable() -> None:
     world = World()
     holder, client = world.holder(FakeHolder("h")), world.client()

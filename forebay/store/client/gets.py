@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from forebay.store.backend import Status
 from forebay.store.client.channel import Bytes, Channel, ChannelError
 from forebay.store.client.holders import STAGING_BYTES, HolderPeer, Holders, LocalChannel
+from forebay.store.holder.log.record import padded
 from forebay.store.wire.frames import decode_holder_to_client, encode
 from forebay.store.wire.messages import (
     Check,
@@ -30,6 +31,8 @@ from forebay.store.wire.messages import (
 
 FAILOVER_S = 0.25
 LEASE_MARGIN_S = 0.1
+REGIONS = 4
+REGION_BYTES = STAGING_BYTES // REGIONS
 
 
 @dataclass(slots=True, eq=False)
@@ -58,6 +61,15 @@ def locate(want: Want, place: Place) -> None:
         want.status = Status.INVALID
         return
     want.status, want.spots, want.located = Status.UNAVAILABLE, list(place.spots), True
+
+
+@dataclass(slots=True, eq=False)
+class Region:
+    """A part of the staging memory that the holder is filling."""
+
+    group: list[tuple[Want, Spot]]
+    places: list[int]
+    begin: int
 
 
 class Reader:
@@ -166,40 +178,56 @@ class Reader:
             want.status, want.stale = Status(answer.code), answer.code == Status.NOT_FOUND
 
     def _copy_from_log(self, channel: LocalChannel, group: list[tuple[Want, Spot]]) -> None:
-        """By way of the staging memory; what does not fit it is read as over TCP."""
-        small = [pair for pair in group if len(pair[0].target) <= STAGING_BYTES]
-        for some in _batches(small, STAGING_BYTES):
-            cuts, places, at = [], [], 0
+        """By way of the staging memory, in regions: while one is copied out, the holder fills the next. What does not fit a region is
+        read as over TCP."""
+        small = [pair for pair in group if padded(len(pair[0].target)) <= REGION_BYTES]
+        under_way: dict[int, Region] = {}
+        free = [number * REGION_BYTES for number in range(REGIONS)]
+        for some in _batches(small, REGION_BYTES):
+            if not free:
+                free.append(self._take_region(channel, under_way))
+            region = Region(some, [], free.pop())
+            cuts, at = [], region.begin
             for want, _ in some:
                 cuts.append(Cut(want.key, want.generation, want.offset, len(want.target)))
-                places.append(at)
-                at += len(want.target)
-            message = CopyOut(channel.new_call(), cuts, places)
-            answer = channel.ask(message, decode_holder_to_client, self._deadline)
-            if not isinstance(answer, Codes) or len(answer.codes) != len(some):
-                raise ChannelError("codes were due")
-            for (want, _), begin, code in zip(some, places, answer.codes, strict=True):
-                want.status, want.stale = Status(code), code == Status.NOT_FOUND
-                if code == Status.OK:
-                    want.target[:] = channel.staging[begin : begin + len(want.target)]
-        large = [pair for pair in group if len(pair[0].target) > STAGING_BYTES]
+                region.places.append(at)
+                at += padded(len(want.target))
+            call = channel.new_call()
+            under_way[call] = region
+            channel.send(encode(CopyOut(call, cuts, region.places)), (), self._deadline)
+        while under_way:
+            self._take_region(channel, under_way)
+        large = [pair for pair in group if padded(len(pair[0].target)) > REGION_BYTES]
         if large:
             self._read_log(channel, large, None)
+
+    def _take_region(self, channel: LocalChannel, under_way: dict[int, Region]) -> int:
+        """Wait for whichever region is filled first, copy it out, and say where it begins: it is free again."""
+        answer, _ = channel.receive(decode_holder_to_client, self._deadline)
+        region = under_way.pop(answer.call, None) if isinstance(answer, Codes) else None
+        if not isinstance(answer, Codes) or region is None or len(answer.codes) != len(region.group):
+            raise ChannelError("codes were due")
+        for (want, _), begin, code in zip(region.group, region.places, answer.codes, strict=True):
+            want.status, want.stale = Status(code), code == Status.NOT_FOUND
+            if code == Status.OK:
+                want.target[:] = channel.staging[begin : begin + len(want.target)]
+        return region.begin
 
     def _soon(self, patience_s: float | None) -> float:
         return self._deadline if patience_s is None else min(self._deadline, time.monotonic() + patience_s)
 
 
 def _batches(group: list[tuple[Want, Spot]], limit: int) -> list[list[tuple[Want, Spot]]]:
-    """Consecutive wants of at most ``limit`` bytes together."""
+    """Consecutive wants of at most ``limit`` bytes of whole blocks together."""
     batches: list[list[tuple[Want, Spot]]] = []
     size = limit
     for pair in group:
-        if size + len(pair[0].target) > limit:
+        padded_bytes = padded(len(pair[0].target))
+        if size + padded_bytes > limit:
             batches.append([])
             size = 0
         batches[-1].append(pair)
-        size += len(pair[0].target)
+        size += padded_bytes
     return batches
 
 

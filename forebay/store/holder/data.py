@@ -12,6 +12,7 @@ from typing import Protocol
 
 from forebay.store.backend import Status
 from forebay.store.crc import crc32c
+from forebay.store.holder.log.record import BLOCK_BYTES, padded
 from forebay.store.holder.memory import Entry, Memory
 from forebay.store.holder.promoter import Promoter
 from forebay.store.holder.reads import LogReads
@@ -276,6 +277,11 @@ class DataServer:
         if self._reads is None or staging is None or not 0 <= at <= at + cut.length <= len(staging):
             return Status.INVALID
         async with peer.reading:
+            if cut.start == 0 and at % BLOCK_BYTES == 0 and at + padded(cut.length) <= len(staging):
+                target = staging[at : at + padded(cut.length)]
+                done = await self._reads.read_into(_tenant(connection), cut.key, cut.generation, target)
+                if done is not None:
+                    return Status.OK if done else Status.NOT_FOUND
             found = await self._reads.read(_tenant(connection), cut.key, cut.generation)
             if found is None:
                 return Status.NOT_FOUND

@@ -38,6 +38,7 @@ from forebay.store.wire.messages import (
     HeldMemory,
     HeldSsd,
     MasterToHolder,
+    Peers,
     Persisted,
     Promote,
     Register,
@@ -87,6 +88,7 @@ class Holder:
         self._receipts: dict[int, Receipt] = {}  # by id of entry
         self._was_broken = False
         self.failed = asyncio.Event()
+        self.peers: list[str] = []
         self._lock: Lock | None = None
         self.log: SsdLog | None = None
         self._writer: LogWriter | None = None
@@ -171,6 +173,8 @@ class Holder:
             self.name = named.read_text().strip()
         else:
             named.write_text(self.name)
+        with contextlib.suppress(FileNotFoundError):
+            self.peers = (directory / "peers").read_text().split()
         self.log = SsdLog(self._files or Directory(directory), self.config.ssd_bytes)
 
     def _accept(self) -> Connection:
@@ -230,6 +234,7 @@ class Holder:
             self.segment.capacity,
             self.config.ssd_bytes if self.log is not None else 0,
             max(highest, self.log.highest_generation if self.log is not None else 0),
+            self.peers,
         )
 
     def registered(self, message: Registered) -> None:
@@ -259,6 +264,8 @@ class Holder:
             case Promote(task, tenant, key):
                 if self._promoter is not None:
                     self._promoter.run(task, tenant, key)
+            case Peers(names):
+                self._remember_peers(names)
             case Serving():
                 self._beaten = time.monotonic()
                 self.serving, self.why_not = True, ""
@@ -267,6 +274,17 @@ class Holder:
         """Neither reads nor writes are served before the next registration: rooms that were given before it count no more."""
         self.serving, self.why_not = False, why
         self.token_key = random_bytes.token_bytes(32)
+
+    def _remember_peers(self, names: list[str]) -> None:
+        """Before we serve: whoever was absent when a key was removed must be told, even by a master that never saw it."""
+        known = sorted({*names, *self.peers} - {self.name})
+        if known == self.peers:
+            return
+        self.peers = known
+        if self.config.ssd is not None:
+            beside = self.config.ssd / "peers.new"
+            beside.write_text("\n".join(known) + "\n")
+            beside.replace(self.config.ssd / "peers")
 
     def _bury(self, message: Bury) -> None:
         for grave in message.graves:

@@ -66,6 +66,21 @@ class LogReads:
         self._users[id(found)] += 1
         return found, length
 
+    async def read_into(self, tenant: str, key: bytes, generation: int, target: memoryview) -> bool | None:
+        """Read a whole value straight into ``target`` (page-aligned, its padded length). None: not like this (it has another length,
+        or is being read already, so that `read` shares that); False: it is not there or damaged."""
+        name = (tenant, key, generation)
+        length = self._log.length_of(*name)
+        if length is None:
+            return False
+        if padded(length) != len(target) or name in self._under_way:
+            return None
+        if await asyncio.get_running_loop().run_in_executor(self._threads, self._fill, name, target) is not None:
+            return True
+        if self._log.length_of(*name) is None:
+            self._damaged(HeldSsd(tenant, key, generation, length))
+        return False
+
     def release(self, buffer: memoryview, lent_to: Loan | None = None) -> None:
         """``buffer`` is not needed any more, or only until ``lent_to`` has sent what was queued."""
         if lent_to is not None and lent_to.unsent_bytes():

@@ -1,7 +1,8 @@
 """Removals that are logged before they are acknowledged (rule S3).
 
 Each present holder that has a replica logs a tombstone, and marks its memory so that no later master takes it for alive. For an
-absent one a live holder keeps it, and the absent one hears of it before its inventory is believed.
+absent one a live holder keeps it, and the absent one hears of it before its inventory is believed. Holders remember each other's
+names, so a restarted master knows of a holder that was absent all the time: it may have anything, so every grave is kept for it.
 """
 
 from msgspec.structs import replace
@@ -17,6 +18,7 @@ class Digger:
     def __init__(self, state: State) -> None:
         self._state = state
         self._by_holder: dict[int, list[Grave]] = {}
+        self._for_unheard: list[Grave] = []
 
     def bury(self, object: Object, *, exact: bool = False) -> None:
         """Every holder that knows ``object`` must forget it. Call before its replicas are dropped."""
@@ -24,6 +26,8 @@ class Digger:
         holders |= {replica.holder.number: replica.holder for replica in object.ssd}
         for holder in holders.values():
             self.bury_at(holder, Grave(object.tenant.name, object.key, object.generation, exact))
+        if not exact and self._state.unheard:
+            self._for_unheard.append(Grave(object.tenant.name, object.key, object.generation))
 
     def bury_at(self, holder: Holder, grave: Grave) -> None:
         self._by_holder.setdefault(holder.number, []).append(grave)
@@ -36,6 +40,8 @@ class Digger:
         state.burials[number] = burial
         for holder_number, graves in self._by_holder.items():
             _hand_over(state, number, burial, state.holders[holder_number], graves)
+        for name in state.unheard if self._for_unheard else ():
+            _keep(state, number, burial, name, self._for_unheard)
         _finish_if_done(state, number, burial)
 
 
@@ -57,8 +63,8 @@ def holder_lost(state: State, lost: Holder) -> None:
             del state.buries[bury], burial.missing[bury]
             if burial.delivers != lost.register.name:
                 for behalf in dict.fromkeys(grave.behalf for grave in graves):
-                    absent = state.by_name[behalf] if behalf else lost
-                    _hand_over(state, number, burial, absent, [grave for grave in graves if grave.behalf == behalf])
+                    some = [grave for grave in graves if grave.behalf == behalf]
+                    _keep(state, number, burial, behalf or lost.register.name, some)
         if owed and burial.delivers == lost.register.name:
             for bury in burial.missing:
                 del state.buries[bury]
@@ -90,15 +96,19 @@ def learn(state: State, graves: list[Grave]) -> None:
 def _hand_over(state: State, number: int, burial: Burial, holder: Holder, graves: list[Grave]) -> None:
     if holder.present:
         _send(state, number, burial, holder, graves)
-        return
-    name = holder.register.name
+    else:
+        _keep(state, number, burial, holder.register.name, graves)
+
+
+def _keep(state: State, number: int, burial: Burial, name: str, graves: list[Grave]) -> None:
+    """A live holder, best one with a log, keeps the graves for the absent holder ``name``."""
     kept = [replace(grave, behalf=name) for grave in graves]
     learn(state, kept)
-    keepers = [other for other in state.holders.values() if other.present and other is not holder]
+    keepers = [holder for holder in state.holders.values() if holder.present and holder.register.name != name]
     if not keepers:
         burial.codes = bytes([Status.UNAVAILABLE]) * len(burial.codes)
         return
-    _send(state, number, burial, next((other for other in keepers if other.has_log), keepers[0]), kept)
+    _send(state, number, burial, next((holder for holder in keepers if holder.has_log), keepers[0]), kept)
 
 
 def _send(state: State, number: int, burial: Burial, holder: Holder, graves: list[Grave]) -> None:

@@ -10,6 +10,7 @@
  8. A put in flight is owned by a living session and known to its tenant, and the other way round.
  9. Waiting puts are bounded, and their sessions hold no room for the keys they wait for.
 10. Burials wait for present holders only, and those exist.
+11. Unheard are exactly holders that have not completed an inventory with this master.
 """
 
 from forebay.store.master import space
@@ -28,6 +29,8 @@ def check(state: State) -> None:
     _objects(state)
     _tasks(state)
     _puts(state)
+    for name in state.unheard.keys() & state.by_name.keys():
+        assert not state.by_name[name].complete, "11: a holder whose inventory is in is said to be unheard"
     for burial in state.burials.values():
         assert burial.missing, "10: a burial with nothing missing was not finished"
         waited_for = {number for number, _ in burial.missing.values()}

@@ -175,6 +175,7 @@ class Master:
 
     def _tick(self, now: float) -> None:
         state = self.state
+        membership.open_if_heard(state, now)
         membership.suspect_silent(state, now)
         promotion.expire(state, now)
         space.free_drained(state, now)

@@ -19,6 +19,7 @@ from forebay.store.wire.messages import (
     HeldMemory,
     HeldSsd,
     Inventory,
+    Peers,
     Persisted,
     Register,
     Registered,
@@ -35,6 +36,8 @@ def register(state: State, now: float, session: int, message: Register, token_ke
     if holder is None:
         holder = Holder(len(state.by_name) + 1, message, session, token_key)
         state.by_name[message.name] = state.holders[holder.number] = holder
+        holder.open = state.open
+        state.unheard[message.name] = None
     elif holder.present:
         earlier = holder.session
         lost(state, holder)
@@ -51,6 +54,10 @@ def register(state: State, now: float, session: int, message: Register, token_ke
     if not same_memory:
         _forget_memory(state, holder)
     state.next_generation = max(state.next_generation, message.highest_generation + 1)
+    state.unheard |= {name: None for name in message.peers if name not in state.by_name}
+    for other in state.holders.values():
+        if other.present:
+            state.send(other.session, Peers([*(state.by_name | state.unheard)]))
     state.send(session, Registered(holder.number, state.epoch, token_key, state.config.lease_s))
 
 
@@ -61,6 +68,10 @@ def inventory(state: State, now: float, holder: Holder, message: Inventory) -> N
         return
     holder.inventory_next += 1
     burial.learn(state, message.graves)
+    for name in dict.fromkeys(grave.behalf for grave in message.graves):
+        owing = state.by_name.get(name)
+        if owing is not None and owing.complete:
+            _deliver(state, now, owing)  # it came back before its keeper did
     digger = burial.Digger(state)
     refused: list[tuple[int, int]] = []
     pending = {replica.stamp for replica in space.unlisted(holder, state)}
@@ -217,6 +228,7 @@ def _drain_stranger(holder: Holder, object: Object, entry: HeldMemory, until: fl
 
 def _complete(state: State, now: float, holder: Holder) -> None:
     """The inventory is in: what it did not confirm is gone."""
+    state.unheard.pop(holder.register.name, None)
     for tenant in state.tenants.values():
         for object in list(tenant.objects.values()):
             for replica in object.memory:
@@ -225,15 +237,36 @@ def _complete(state: State, now: float, holder: Holder) -> None:
             if any(copy.holder is holder and copy.round != holder.round for copy in object.ssd):
                 _drop_ssd(state, object, holder)
             _unlist_if_empty(object)
-    owed = burial.graves_against(state, holder)
-    if owed:
-        digger = burial.Digger(state)
-        for grave in owed:
-            digger.bury_at(holder, replace(grave, behalf=""))
-        digger.send(holder.session, None, b"", delivers=holder.register.name)
+    _deliver(state, now, holder)
     holder.complete = True
     holder.settle()
+    open_if_heard(state, now)
     state.send(holder.session, Serving(sum(1 for _ in space.ranges(holder, state))))
+
+
+def _deliver(state: State, now: float, holder: Holder) -> None:
+    """Tell ``holder`` what was removed while it was away, and believe nothing it has against that."""
+    owed = burial.graves_against(state, holder)
+    if not owed:
+        return
+    digger = burial.Digger(state)
+    for grave in owed:
+        known = state.tenant(grave.tenant).objects.get(grave.key)
+        if known is not None and burial.is_buried(state, holder, grave.tenant, grave.key, known.generation):
+            digger.bury(known)
+            puts.unlist(state, now, known)
+        digger.bury_at(holder, replace(grave, behalf=""))
+    digger.send(holder.session, None, b"", delivers=holder.register.name)
+
+
+def open_if_heard(state: State, now: float) -> None:
+    """A new master serves when it has heard every holder there is, or has waited ``settle_s`` for those that are missing: one of them
+    may keep a removal that another has to hear of."""
+    if not state.open and (not state.unheard or now >= state.started + state.config.settle_s):
+        state.open = True
+        for holder in state.holders.values():
+            holder.open = True
+            holder.settle()
 
 
 def _forget_memory(state: State, holder: Holder) -> None:

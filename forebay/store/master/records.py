@@ -176,7 +176,7 @@ class Holder:
     """One holder. ``round`` counts its registrations; a replica of an older round is not confirmed yet.
 
     ``present``: connected and registered. ``complete``: its inventory is in. ``suspect``: silent for too long.
-    ``usable`` is the three together, kept as a field since every read looks at it.
+    ``open``: the master as a whole serves. ``usable`` is all of it together, kept as a field since every read looks at it.
     """
 
     __slots__ = (
@@ -188,6 +188,7 @@ class Holder:
         "lanes",
         "last_seen",
         "number",
+        "open",
         "present",
         "register",
         "round",
@@ -206,7 +207,7 @@ class Holder:
         self.session = session
         self.token_key = token_key
         self.round = 0
-        self.present = self.complete = self.suspect = self.usable = False
+        self.present = self.complete = self.suspect = self.open = self.usable = False
         self.last_seen = 0.0
         self.inventory_next = 0
         self.extents = Extents(register.memory_bytes)
@@ -226,7 +227,7 @@ class Holder:
         return self.extents.capacity - self.extents.free_bytes
 
     def settle(self) -> None:
-        self.usable = self.present and self.complete and not self.suspect
+        self.usable = self.open and self.present and self.complete and not self.suspect
 
     def lanes_of(self, tenant: str) -> Lanes:
         lanes = self.lanes.get(tenant)
@@ -350,9 +351,11 @@ class State:
     burials: dict[int, Burial] = field(default_factory=dict)
     buries: dict[int, int] = field(default_factory=dict)  # number of a Bury under way -> its burial
     graves: dict[str, dict[tuple[str, bytes], tuple[Grave, ...]]] = field(default_factory=dict)  # absent holder -> what it must hear
+    unheard: dict[str, None] = field(default_factory=dict)  # holders that exist and never told this master all they have
     tasks: dict[int, Task] = field(default_factory=dict)
     sketch: CountMinSketch = field(default_factory=CountMinSketch)
     counters: dict[str, int] = field(default_factory=dict)
+    open: bool = False
     tick: int = 0
     number: int = 0
     turn: int = 0

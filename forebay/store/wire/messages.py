@@ -3,7 +3,7 @@
     client  -- Exists MatchPrefix Query Get PutStart PutEnd PutRevoke Remove ListKeys AskStats AskHolders -->  master
     client  <- Codes Count Located Granted KeyPage StoreStats HolderTable ----------------------------------  master
     holder  -- Register Inventory Beat Persisted Dropped Buried RegisterPrefetch AllocStart PromotionDone --->  master
-    holder  <- Registered Serving Retire Bury Forget Promote Prefetchable Allocated ------------------------  master
+    holder  <- Registered Peers Serving Retire Bury Forget Promote Prefetchable Allocated ------------------------  master
     client  -- Write ReadMemory ReadSsd Check CopyIn CopyOut PrefetchKeys --------------------------------->  holder
     client  <- Codes Part ---------------------------------------------------------------------------------  holder
 
@@ -269,7 +269,10 @@ class StoreStats(_Message, frozen=True):
 
 
 class Register(_Message, frozen=True):
-    """A holder's first word. ``name`` is stable over restarts (kept beside the log), ``instance`` names this process's segment."""
+    """A holder's first word. ``name`` is stable over restarts (kept beside the log), ``instance`` names this process's segment.
+
+    ``peers``: all holders it was ever told of, so that a new master knows whom it has not heard yet.
+    """
 
     name: str
     instance: str
@@ -280,6 +283,7 @@ class Register(_Message, frozen=True):
     memory_bytes: int
     ssd_bytes: int
     highest_generation: int
+    peers: list[str] = []
 
 
 class HeldMemory(_Part, frozen=True):
@@ -379,6 +383,12 @@ class Registered(_Message, frozen=True):
     epoch: int
     token_key: bytes
     lease_s: float
+
+
+class Peers(_Message, frozen=True):
+    """The names of all holders there are, to be remembered over restarts."""
+
+    names: list[str]
 
 
 class Serving(_Message, frozen=True):
@@ -549,7 +559,7 @@ class Part(_Message, frozen=True):
 ClientToMaster = Exists | MatchPrefix | Query | Get | PutStart | PutEnd | PutRevoke | Remove | ListKeys | AskStats | AskHolders
 MasterToClient = Codes | Count | Located | Granted | KeyPage | StoreStats | HolderTable
 HolderToMaster = Register | Inventory | Beat | Persisted | Dropped | Buried | RegisterPrefetch | AllocStart | PromotionDone
-MasterToHolder = Registered | Serving | Retire | Bury | Forget | Promote | Prefetchable | Allocated
+MasterToHolder = Registered | Peers | Serving | Retire | Bury | Forget | Promote | Prefetchable | Allocated
 ClientToHolder = Write | ReadMemory | ReadSsd | Check | CopyIn | CopyOut | PrefetchKeys
 HolderToClient = Codes | Part
 Opening = Challenge | Hello | Welcome | Refused

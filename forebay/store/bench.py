@@ -1,0 +1,333 @@
+"""`forebay bench store`: what this store moves, beside floors measured in the same run.
+
+Every figure rotates over ``footprint`` bytes of keys, so that no cache holds them. Rounds of all contenders are interleaved and the
+median is reported; what counts is the ratio to the floor of the same run. Floors: memcpy over the same footprint (local), a raw
+socket pair between two processes (TCP), O_DIRECT reads of the same block size (SSD).
+"""
+
+import contextlib
+import itertools
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from forebay.store.backend import Status
+from forebay.store.client.store import StoreClient
+from forebay.store.holder.log.files import aligned_buffer
+from forebay.store.wire.messages import Tier
+
+Bytes = npt.NDArray[np.uint8]
+WAIT_S = 120.0
+_UP = "from forebay.cli.store import app; app(prog_name='forebay store')"
+
+
+class BenchError(Exception):
+    """The measurement is not valid; one line that says why."""
+
+
+@dataclass(frozen=True)
+class BenchConfig:
+    """Sizes in bytes. ``rounds``: interleaved repetitions of each contender. ``directory``: where the SSD arm's log lies."""
+
+    sizes: tuple[int, ...] = (64 << 10, 1 << 20, 4 << 20)
+    batches: tuple[int, ...] = (1, 32)
+    footprint: int = 1 << 30
+    rounds: int = 7
+    round_bytes: int = 128 << 20
+    directory: Path | None = None
+
+
+@dataclass
+class Row:
+    """One line of the result. ``floor`` is the same measure of the floor; ``unit``: GB/s, us_p50 or keys/s."""
+
+    op: str
+    size: int
+    batch: int
+    where: str
+    tier: str
+    forebay: float
+    floor: float
+    unit: str
+    peers: dict[str, float] = field(default_factory=dict)
+
+
+@contextlib.contextmanager
+def store_process(*args: str) -> Iterator[str]:
+    """A store in a process of its own; its URL."""
+    command = [sys.executable, "-c", _UP, "up", "--listen", "127.0.0.1:0", "--json", *args]
+    child = subprocess.Popen(command, stdout=subprocess.PIPE)
+    assert child.stdout is not None
+    try:
+        line = child.stdout.readline()
+        if not line:
+            raise BenchError("the store to be measured did not start")
+        url = str(json.loads(line)["url"])
+        with StoreClient.connect(url) as client:
+            _wait(lambda: client.stats().holders_usable == 1, "the store serves")
+        yield url
+    finally:
+        child.terminate()
+        child.wait(30)
+        child.stdout.close()
+
+
+def run(config: BenchConfig) -> dict[str, Any]:
+    """All rows, as `forebay bench store --json` prints them. Raises ``BenchError``."""
+    rows = _memory_rows(config)
+    rows += _ssd_rows(config)
+    return {
+        "config": {"footprint": config.footprint, "rounds": config.rounds, "sizes": config.sizes, "batches": config.batches},
+        "floors": {f"{row.where}/{row.tier}/{row.op}/{row.size}x{row.batch}": row.floor for row in rows},
+        "rows": [vars(row) for row in rows],
+        "prefetch": [],
+    }
+
+
+def _memory_rows(config: BenchConfig) -> list[Row]:
+    rows: list[Row] = []
+    dram = config.footprint + config.footprint // 4
+    with store_process("--dram", str(dram), "--high-watermark", "1", "--low-watermark", "1") as url, RawPeer(config.footprint) as raw:
+        clients = {"local": StoreClient.connect(url), "tcp": StoreClient.connect(url, allow_local=False)}
+        try:
+            for size in config.sizes:
+                rows += _put_rows(config, clients, raw, size)
+                for batch in config.batches:
+                    rows += _get_rows(config, clients, raw, size, batch)
+                keys = _keys(size, config.footprint)
+                for some in _chunks(keys, 1024):
+                    clients["local"].remove(some)
+            rows.append(_exists_row(config, clients["tcp"], raw))
+        finally:
+            for client in clients.values():
+                client.close()
+    return rows
+
+
+def _put_rows(config: BenchConfig, clients: dict[str, StoreClient], raw: "RawPeer", size: int) -> list[Row]:
+    """Half of the keys are put locally, half over TCP, in batches of 32; the floor is a copy."""
+    keys = _keys(size, config.footprint)
+    source = np.random.default_rng(size).integers(0, 255, size, dtype=np.uint8)
+    target = np.empty_like(source)
+    half = len(keys) // 2
+    rows = []
+    for where, some in (("local", keys[:half]), ("tcp", keys[half:])):
+        begun = time.perf_counter()
+        for chunk in _chunks(some, 32):
+            statuses = clients[where].put_from(chunk, [source.data] * len(chunk), timeout_s=30.0)
+            if set(statuses) - {Status.OK}:
+                raise BenchError(f"put_from over {where} said {statuses}")
+        rate = len(some) * size / (time.perf_counter() - begun) / 1e9
+        begun = time.perf_counter()
+        for _ in range(min(len(some), 64)):
+            np.copyto(target, source)
+        floor = min(len(some), 64) * size / (time.perf_counter() - begun) / 1e9
+        rows.append(Row("put_from", size, 32, where, "dram", rate, floor, "GB/s"))
+    return rows
+
+
+def _get_rows(config: BenchConfig, clients: dict[str, StoreClient], raw: "RawPeer", size: int, batch: int) -> list[Row]:
+    keys = _keys(size, config.footprint)
+    buffers = [np.zeros(size, np.uint8) for _ in range(batch)]
+    flat = raw.flat
+    places = itertools.cycle(range(0, len(keys) - batch + 1, batch))
+
+    def get_with(client: StoreClient) -> None:
+        at = next(places)
+        statuses = client.get_into(keys[at : at + batch], [buffer.data for buffer in buffers])
+        if any(statuses):
+            raise BenchError(f"get_into said {statuses}")
+
+    def copy() -> None:
+        at = next(places)
+        for index, buffer in enumerate(buffers):
+            np.copyto(buffer, flat[(at + index) * size : (at + index + 1) * size])
+
+    contenders = {
+        "copy": copy,
+        "local": lambda: get_with(clients["local"]),
+        "raw": lambda: raw.pull(size, batch, buffers),
+        "tcp": lambda: get_with(clients["tcp"]),
+    }
+    medians = _interleaved(contenders, config, size * batch)
+    rate = {name: size * batch / seconds / 1e9 for name, seconds in medians.items()}
+    rows = [
+        Row("get_into", size, batch, "local", "dram", rate["local"], rate["copy"], "GB/s"),
+        Row("get_into", size, batch, "tcp", "dram", rate["tcp"], rate["raw"], "GB/s"),
+    ]
+    if batch == 1:
+        singles = {
+            "get": lambda: _must(clients["tcp"].get(keys[next(places)])),
+            "raw": lambda: raw.pull(size, 1, buffers),
+            "ping": raw.ping,
+        }
+        p50 = _interleaved(singles, config, size)
+        rows.append(Row("get", size, 1, "tcp", "dram", p50["get"] * 1e6, (p50["raw"] + p50["ping"]) * 1e6, "us_p50"))
+    return rows
+
+
+def _exists_row(config: BenchConfig, client: StoreClient, raw: "RawPeer") -> Row:
+    keys = [b"exists-%d" % index for index in range(128)]
+    client.put_from(keys, [b"x"] * len(keys))
+    p50 = _interleaved({"exists": lambda: _must(all(client.exists(keys))), "ping": raw.ping}, config, 1 << 20)
+    return Row("exists", 1, 128, "tcp", "dram", 128 / p50["exists"], 128 / p50["ping"], "keys/s")
+
+
+def _ssd_rows(config: BenchConfig) -> list[Row]:
+    """Keys that are on SSD only, beside O_DIRECT reads of a file of the same footprint and block size, by one thread each."""
+    rows = []
+    for size in config.sizes:
+        with tempfile.TemporaryDirectory(dir=config.directory) as directory:
+            path = Path(directory)
+            dram = max(4 * size, 32 << 20)
+            ssd = 2 * config.footprint
+            args = ("--dram", str(dram), "--ssd", str(path / "log"), "--ssd-size", str(ssd), "--fsync", "never", "--lease-s", "0.5")
+            with store_process(*args) as url, StoreClient.connect(url, timeout_s=60.0) as client:
+                rows += _ssd_reads(config, client, size, path)
+    return rows
+
+
+def _ssd_reads(config: BenchConfig, client: StoreClient, size: int, path: Path) -> list[Row]:
+    keys = _keys(size, config.footprint)
+    source = np.random.default_rng(size).integers(0, 255, size, dtype=np.uint8)
+    for chunk in _chunks(keys, 32):
+        if set(client.put_from(chunk, [source.data] * len(chunk))) - {Status.OK, Status.EXISTS}:
+            raise BenchError("the SSD arm could not be filled")
+    raw = path / "raw"
+    _write_raw(raw, size, len(keys))
+    cold = [key for key, tiers in zip(keys, client.tiers(keys), strict=True) if tiers == {Tier.SSD}]
+    fd = os.open(raw, os.O_RDONLY | os.O_DIRECT)
+    rows = []
+    try:
+        for batch in config.batches:
+            buffers = [np.zeros(size, np.uint8) for _ in range(batch)]
+            block = memoryview(aligned_buffer(size))[:size]
+            places, blocks = itertools.cycle(range(0, len(cold) - batch + 1, batch)), itertools.cycle(range(len(keys)))
+
+            def get(batch: int = batch, buffers: list[Bytes] = buffers, places: Iterator[int] = places) -> None:
+                at = next(places)
+                if any(client.get_into(cold[at : at + batch], [buffer.data for buffer in buffers])):
+                    raise BenchError("a read from SSD failed")
+
+            def direct(batch: int = batch, block: memoryview = block, blocks: Iterator[int] = blocks) -> None:
+                for _ in range(batch):
+                    os.preadv(fd, [block], next(blocks) * size)
+
+            medians = _interleaved({"get": get, "direct": direct}, config, size * batch)
+            rate = {name: size * batch / seconds / 1e9 for name, seconds in medians.items()}
+            rows.append(Row("get_into", size, batch, "local", "ssd", rate["get"], rate["direct"], "GB/s"))
+    finally:
+        os.close(fd)
+    return rows
+
+
+class RawPeer:
+    """A process that sends what it is asked for, out of ``footprint`` bytes, with nothing but sockets between."""
+
+    _CODE = """
+import socket, struct, sys
+import numpy as np
+flat = memoryview(np.random.default_rng(0).integers(0, 255, int(sys.argv[2]), dtype=np.uint8))
+peer = socket.create_connection(("127.0.0.1", int(sys.argv[1])))
+peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+at = 0
+while len(asked := peer.recv(64, socket.MSG_WAITALL)) == 64:
+    size, count = struct.unpack_from("<QQ", asked)
+    if not count:
+        peer.sendall(asked)
+    for _ in range(count):
+        at = at if at + size <= len(flat) else 0
+        peer.sendall(flat[at : at + size])
+        at += size
+"""
+
+    def __init__(self, footprint: int) -> None:
+        self.flat: Bytes = np.random.default_rng(1).integers(0, 255, footprint, dtype=np.uint8)
+        listener = socket.create_server(("127.0.0.1", 0))
+        command = [sys.executable, "-c", self._CODE, str(listener.getsockname()[1]), str(footprint)]
+        self._child = subprocess.Popen(command)
+        self._socket, _ = listener.accept()
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        listener.close()
+
+    def __enter__(self) -> "RawPeer":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._socket.close()
+        self._child.wait(30)
+
+    def pull(self, size: int, count: int, buffers: list[Bytes]) -> None:
+        self._ask(size, count)
+        for buffer in buffers[:count]:
+            view, done = buffer.data, 0
+            while done < size:
+                done += self._socket.recv_into(view[done:], 0, socket.MSG_WAITALL)
+
+    def ping(self) -> None:
+        """64 bytes there and back."""
+        self._ask(0, 0)
+        self._socket.recv(64, socket.MSG_WAITALL)
+
+    def _ask(self, size: int, count: int) -> None:
+        self._socket.sendall(size.to_bytes(8, "little") + count.to_bytes(8, "little") + bytes(48))
+
+
+def _interleaved(contenders: Mapping[str, Callable[[], object]], config: BenchConfig, call_bytes: int) -> dict[str, float]:
+    """Median seconds of one call of each contender, over rounds in which they take turns; the first round warms up."""
+    calls = max(3, min(400, config.round_bytes // call_bytes))
+    seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    for number in range(config.rounds + 1):
+        for name, call in contenders.items():
+            times = []
+            for _ in range(calls):
+                begun = time.perf_counter()
+                call()
+                times.append(time.perf_counter() - begun)
+            if number:
+                seconds[name].append(statistics.median(times))
+    return {name: statistics.median(times) for name, times in seconds.items()}
+
+
+def _write_raw(path: Path, size: int, count: int) -> None:
+    block = memoryview(aligned_buffer(size))[:size]
+    block[:] = os.urandom(size)
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_DIRECT, 0o600)
+    try:
+        for index in range(count):
+            os.pwrite(fd, block, index * size)
+    finally:
+        os.close(fd)
+
+
+def _keys(size: int, footprint: int) -> list[bytes]:
+    return [b"bench-%d-%d" % (size, index) for index in range(footprint // (size + 64))]
+
+
+def _chunks(keys: list[bytes], count: int) -> list[list[bytes]]:
+    return [keys[start : start + count] for start in range(0, len(keys), count)]
+
+
+def _must(value: object) -> None:
+    if not value:
+        raise BenchError("a key that was put is not there")
+
+
+def _wait(condition: Callable[[], object], what: str) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        if time.monotonic() > deadline:
+            raise BenchError(f"not within {WAIT_S} s: {what}")
+        time.sleep(0.02)
