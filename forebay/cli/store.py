@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import json as jsonlib
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,8 @@ from rich.console import Console
 from rich.table import Table
 
 from forebay.settings import SettingsError, format_size, parse_size
+from forebay.store import bench as measuring
+from forebay.store import bench_prefetch as prefetching
 from forebay.store import fsck as checker
 from forebay.store.address import Address, AddressError
 from forebay.store.backend import Status
@@ -353,3 +356,43 @@ def _show(key: bytes) -> str:
     except UnicodeDecodeError:
         return "hex:" + key.hex()
     return text if text.isprintable() and not text.startswith("hex:") else "hex:" + key.hex()
+
+
+@app.command()
+def bench(
+    footprint: Annotated[str, typer.Option(help="bytes of keys that every figure rotates over")] = "1GiB",
+    rounds: Annotated[int, typer.Option(min=1, help="interleaved rounds; the median is reported")] = 7,
+    directory: Annotated[Path | None, typer.Option(help="where the logs of the SSD arms lie")] = None,
+    prefetch: Annotated[bool, typer.Option("--prefetch", help="measure prefetch on exist instead: off and on, same data")] = False,
+    json: Json = False,
+) -> None:
+    """Measure puts, gets and exists beside memcpy, raw sockets and O_DIRECT in the same run."""
+    with _one_line_errors():
+        try:
+            if prefetch:
+                with tempfile.TemporaryDirectory(dir=directory) as logs:
+                    rows = prefetching.run(prefetching.PrefetchBench(Path(logs)))
+                result: dict[str, Any] = {"config": {}, "floors": {}, "rows": [], "prefetch": rows}
+            else:
+                config = measuring.BenchConfig(footprint=parse_size(footprint), rounds=rounds, directory=directory)
+                result = measuring.run(config)
+        except measuring.BenchError as error:
+            _fail(f"the measurement is not valid: {error}")
+    if json:
+        typer.echo(jsonlib.dumps(result))
+        return
+    table = Table("op", "bytes", "batch", "where", "tier", "forebay", "floor", "unit", "ratio")
+    for row in result["rows"]:
+        ratio = row["forebay"] / row["floor"]
+        figures = [f"{row['forebay']:.2f}", f"{row['floor']:.2f}", row["unit"], f"{ratio:.2f}"]
+        table.add_row(row["op"], str(row["size"]), str(row["batch"]), row["where"], row["tier"], *figures)
+    if result["rows"]:
+        Console().print(table)
+    for row in result["prefetch"]:
+        off, on = row["off_ms"], row["on_ms"]
+        typer.echo(
+            f"concurrency {row['concurrency']}: read p50 {off['p50']:.1f} -> {on['p50']:.1f} ms, "
+            f"mean {off['mean']:.1f} -> {on['mean']:.1f}, "
+            f"p99 {off['p99']:.1f} -> {on['p99']:.1f}; {row['dram_bytes_pct']:.0f} % of bytes from DRAM; "
+            f"saved {row['saved_pct']:.0f} % of at most {row['bound_pct']:.0f} %"
+        )

@@ -103,3 +103,13 @@ def test_a_port_in_use_is_one_line(nodes: Farm) -> None:
     master = nodes.master()
     result = run("master", "--listen", master.url.removeprefix("forebay://"))
     assert result.exit_code == 2 and "address already in use" in result.stderr
+
+
+@pytest.mark.slow
+def test_the_bench_measures_and_says_so_in_json(tmp_path: Path) -> None:
+    result = run("bench", "--footprint", "16MiB", "--rounds", "1", "--directory", str(tmp_path), "--json")
+    assert result.exit_code == 0, result.stderr
+    rows = json.loads(result.stdout)["rows"]
+    assert {row["op"] for row in rows} == {"put_from", "get_into", "get", "exists"}
+    assert {(row["where"], row["tier"]) for row in rows} == {("local", "dram"), ("tcp", "dram"), ("local", "ssd")}
+    assert all(row["forebay"] > 0 and row["floor"] > 0 for row in rows)
