@@ -192,15 +192,20 @@ def _ssd_rows(config: BenchConfig) -> list[Row]:
         with tempfile.TemporaryDirectory(dir=config.directory) as directory:
             path = Path(directory)
             dram = max(4 * size, 32 << 20)
-            ssd = 2 * max(config.footprint, 64 * size)
+            ssd = 4 * _cold_footprint(config, size)
             args = ("--dram", str(dram), "--ssd", str(path / "log"), "--ssd-size", str(ssd), "--fsync", "never", "--lease-s", "0.5")
             with store_process(*args) as url, StoreClient.connect(url, timeout_s=60.0) as client:
                 rows += _ssd_reads(config, client, size, path)
     return rows
 
 
+def _cold_footprint(config: BenchConfig, size: int) -> int:
+    """Enough that most of it is on SSD only."""
+    return max(config.footprint, 64 * size, 96 << 20)
+
+
 def _ssd_reads(config: BenchConfig, client: StoreClient, size: int, path: Path) -> list[Row]:
-    keys = _keys(size, max(config.footprint, 64 * size))
+    keys = _keys(size, _cold_footprint(config, size))
     source = np.random.default_rng(size).integers(0, 255, size, dtype=np.uint8)
     for chunk in _chunks(keys, 32):
         if set(client.put_from(chunk, [source.data] * len(chunk))) - {Status.OK, Status.EXISTS}:
