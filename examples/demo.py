@@ -129,9 +129,7 @@ def summary(console: Console, turns: list[Turn], cold: Turn) -> None:
     for heading in ("request", "prompt tokens", "cached", "TTFT ms", "ms a token"):
         table.add_column(heading, justify="left" if heading == "request" else "right")
     for turn in (*turns, cold):
-        table.add_row(
-            turn.name, str(turn.prompt_tokens), str(turn.cached_tokens), f"{turn.ttft_ms:.0f}", f"{turn.decode_ms:.1f}"
-        )
+        table.add_row(turn.name, str(turn.prompt_tokens), str(turn.cached_tokens), f"{turn.ttft_ms:.0f}", f"{turn.decode_ms:.1f}")
     console.print()
     console.print(table)
     console.print(f"With the cache, the last turn's first token came {cold.ttft_ms / turns[-1].ttft_ms:.1f} times sooner.")

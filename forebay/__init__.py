@@ -33,3 +33,7 @@ def __getattr__(name: str) -> object:
         raise AttributeError(f"module 'forebay' has no attribute {name!r}")
     globals()[name] = value
     return value
+
+
+def __dir__() -> list[str]:
+    return __all__

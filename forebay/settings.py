@@ -22,6 +22,7 @@ from forebay.core.tickets import FetchPolicy
 from forebay.core.transfers import WritePolicy
 
 ENVIRONMENT_PREFIX = "FOREBAY_"
+OTHER_VARIABLES = frozenset({"FOREBAY_CACHE_DIR"})
 _UNITS = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
 
 
@@ -123,7 +124,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     max_waiting: Annotated[int, Setting("requests that may queue; more are refused with 429", "requests", 0, 1_000_000)] = 1000
     schedule: Annotated[Schedule, Setting("order of admission: arrival, or longest cached prefix first")] = Schedule.FCFS
     seed: Annotated[int, Setting("seeds requests that bring none", low=0, high=2**63 - 1)] = 0
-    timeline: Annotated[Path | None, Setting("directory that receives every process's span ring when the server ends")] = None
+    timeline: Annotated[
+        Path | None, Setting("directory that receives every rank's span ring when the server ends; made if it is not there")
+    ] = None
 
 
 @dataclass(frozen=True)
@@ -140,8 +143,20 @@ class Field:
         return "--" + self.name.replace("_", "-")
 
     @property
+    def names(self) -> list[str]:
+        """The name and its aliases, as a settings file or the environment may write them."""
+        return [self.name, *(alias.removeprefix("--").replace("-", "_") for alias in self.setting.aliases)]
+
+    @property
     def is_size(self) -> bool:
         return self.setting.unit == "bytes"
+
+    @property
+    def range(self) -> str:
+        """What is allowed, in words: the members of an enumeration, or the setting's own range."""
+        if isinstance(self.type, type) and issubclass(self.type, StrEnum):
+            return ", ".join(member.value for member in self.type)
+        return self.setting.range
 
 
 def fields() -> list[Field]:
@@ -154,21 +169,31 @@ def fields() -> list[Field]:
     return found
 
 
-def resolve(flags: Mapping[str, Any], file: Path | None = None, environment: Mapping[str, str] | None = None) -> Settings:
+def resolve(
+    flags: Mapping[str, Any],
+    file: Path | None = None,
+    environment: Mapping[str, str] | None = None,
+    caller: str = "the command line",
+) -> Settings:
     """Settings out of a TOML file, then the environment, then flags (``None`` = not given).
 
-    Raises ``SettingsError`` for an unknown key, a wrong type or a value out of range.
+    Raises ``SettingsError`` for an unknown key, a wrong type or a value out of range; it names where the value came from.
     """
-    known = {field.name: field for field in fields()}
-    given: dict[str, Any] = {}
-    if file is not None:
-        given |= {_known(key, known, str(file)): value for key, value in _read_toml(file).items()}
+    known = {name: field for field in fields() for name in field.names}
+    given: dict[str, tuple[str, Any]] = {}
+    for key, value in ({} if file is None else _read_toml(file)).items():
+        field = _known(key, known, str(file))
+        given[field.name] = (f"{key} in {file}", value)
     for key, value in (os.environ if environment is None else environment).items():
-        name = key.removeprefix(ENVIRONMENT_PREFIX).lower()
-        if key.startswith(ENVIRONMENT_PREFIX) and name in known:
-            given[name] = value
-    given |= {_known(key, known, "the command line"): value for key, value in flags.items() if value is not None}
-    return Settings(**{name: _convert(known[name], value) for name, value in given.items()})
+        if key.startswith(ENVIRONMENT_PREFIX) and key not in OTHER_VARIABLES:
+            field = _known(key.removeprefix(ENVIRONMENT_PREFIX).lower(), known, f"the environment ({key})")
+            given[field.name] = (key, value)
+    for key, value in flags.items():
+        if value is not None:
+            field = _known(key, known, caller)
+            given[field.name] = (field.flag, value)
+    by_name = {field.name: field for field in fields()}
+    return Settings(**{name: _convert(by_name[name], where, value) for name, (where, value) in given.items()})
 
 
 def parse_size(text: str | int) -> int:
@@ -199,29 +224,32 @@ def _read_toml(file: Path) -> dict[str, Any]:
         raise SettingsError(f"settings file {file} is not TOML: {error}") from error
 
 
-def _known(key: str, known: Mapping[str, Field], where: str) -> str:
+def _known(key: str, known: Mapping[str, Field], where: str) -> Field:
     name = key.replace("-", "_")
     if name not in known:
         near = difflib.get_close_matches(name, known, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else "; `forebay config` lists all"
         raise SettingsError(f"{where} sets {key!r}, which is no setting{hint}")
-    return name
+    return known[name]
 
 
-def _convert(field: Field, value: Any) -> Any:
+def _convert(field: Field, where: str, value: Any) -> Any:
+    """``where``: what a message calls the value's place."""
     kinds = [kind for kind in typing.get_args(field.type) if kind is not type(None)]
     kind = kinds[0] if isinstance(field.type, types.UnionType) else field.type
-    if field.is_size:
-        return parse_size(value)
     try:
+        if field.is_size:
+            return parse_size(value)
         converted = kind(value) if not (kind is int and isinstance(value, bool | float)) else _refuse()
+    except SettingsError as error:
+        raise SettingsError(f"{where}: {error}") from None
     except ValueError:
-        allowed = ", ".join(member.value for member in kind) if issubclass(kind, StrEnum) else _article(kind)
-        raise SettingsError(f"{field.flag} is {value!r}; allowed: {allowed}") from None
+        allowed = field.range if issubclass(kind, StrEnum) else _article(kind)
+        raise SettingsError(f"{where} is {value!r}; allowed: {allowed}") from None
     if isinstance(converted, int):
         low, high = field.setting.low, field.setting.high
         if (low is not None and converted < low) or (high is not None and converted > high):
-            raise SettingsError(f"{field.flag} is {converted}; allowed: {field.setting.range} {field.setting.unit}".rstrip())
+            raise SettingsError(f"{where} is {converted}; allowed: {field.range} {field.setting.unit}".rstrip())
     return converted
 
 

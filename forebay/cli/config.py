@@ -31,6 +31,6 @@ def _row(field: Field) -> dict[str, Any]:
         "aliases": list(field.setting.aliases),
         "default": field.default,
         "unit": field.setting.unit,
-        "range": field.setting.range,
+        "range": field.range,
         "why": field.setting.why,
     }

@@ -15,7 +15,7 @@ from forebay.settings import SettingsError
 
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
-_LATER_COMMANDS = ("store", "bench", "timeline", "doctor")
+_LATER_COMMANDS = ("bench", "timeline", "doctor")
 
 app = typer.Typer(
     name="forebay",
@@ -106,6 +106,15 @@ def simulate(
     from forebay.cli.simulate import run_simulation
 
     run_simulation(fuzz, seed, json)
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
+def store(context: typer.Context) -> None:
+    """Run the store's roles, and look into a running one: up, master, holder, status, ls, get, put, rm, prefetch, fsck."""
+    from forebay.cli.store import app as store_app  # heavy, and needed by nothing else
+
+    status = store_app(context.args, prog_name="forebay store", standalone_mode=False)
+    raise typer.Exit(status if isinstance(status, int) else 0)
 
 
 def _refuse_command(name: str) -> None:

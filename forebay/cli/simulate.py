@@ -16,7 +16,7 @@ def run_simulation(fuzz: int, seed: int, as_json: bool) -> None:
 
     def progress(done: int) -> None:
         nonlocal shown
-        if time.monotonic() - shown > 1:
+        if sys.stderr.isatty() and time.monotonic() - shown > 1:
             shown = time.monotonic()
             print(f"\r{done} of {fuzz} histories", end="", file=sys.stderr, flush=True)
 
@@ -40,5 +40,5 @@ def _report(campaign: Campaign, seed: int, seconds: float, as_json: bool) -> Non
     print(f"\r{campaign.histories} histories from seed {seed} in {seconds:.1f} s, no failure", file=sys.stderr)
     for name, total in sorted(campaign.totals.items()):
         print(f"  {name:28} {total}")
-    for name in campaign.never:
+    for name in campaign.never if campaign.histories > 1 else ():
         print(f"  {name:28} never happened: too few histories to say anything about it")

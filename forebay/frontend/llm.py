@@ -80,7 +80,7 @@ class LLM:
         Raises ``SettingsError``, ``models.errors.ModelError``, ``runtime.launch.StartError``, and ``EngineDown`` if the
         engine does not come up.
         """
-        self._start(model, resolve(refuse_later(settings)))
+        self._start(model, resolve(refuse_later(settings), caller="LLM"))
 
     @classmethod
     def from_settings(cls, model: str, settings: Settings) -> "LLM":

@@ -70,7 +70,7 @@ def listen(host: str, port: int) -> socket.socket:
         sock.listen(BACKLOG)  # binding alone would not notice a port in use that allows reuse
     except OSError as error:
         sock.close()
-        hint = "give another --port, or 0 for a free one"
+        hint = "give another --host or --port, or port 0 for a free one"
         raise ListenError(f"cannot listen on {host} port {port}: {error.strerror}; {hint}") from None
     return sock
 

@@ -89,7 +89,7 @@ def convert_gguf(file: Path) -> Path:
 
 
 def _content_hash(file: Path) -> str:
-    """Names the file's contents without reading all of it: size, time of change and both edges."""
+    """Names the file's contents without reading all of it: size and both edges, wherever it lies and whenever it was written."""
     try:
         with file.open("rb") as stream:
             status = os.fstat(stream.fileno())
@@ -100,7 +100,7 @@ def _content_hash(file: Path) -> str:
         raise ModelError(f"{file}: cannot be read ({error.strerror}); check the path") from None
     if first[:4] != _MAGIC:
         raise ModelError(f"{file}: not a GGUF file (it starts with {first[:4]!r}); check the path")
-    marks = f"{CONVERTER_VERSION}:{status.st_size}:{status.st_mtime_ns}:".encode()
+    marks = f"{CONVERTER_VERSION}:{status.st_size}:".encode()
     return hashlib.sha256(marks + first + last).hexdigest()
 
 

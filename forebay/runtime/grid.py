@@ -21,6 +21,10 @@ _OPERATION_TIMEOUT = timedelta(minutes=30)
 _JOIN_TIMEOUT = timedelta(minutes=5)
 
 
+class DeviceError(Exception):
+    """The device that was asked for is not there. One line."""
+
+
 @dataclass(frozen=True, slots=True)
 class Place:
     """Where a rank stands in its grid."""
@@ -93,12 +97,12 @@ class Grid:
 
 
 def device_of(kind: str, rank: int) -> torch.device:
-    """``cpu``, or the GPU of this rank; ranks share GPUs in turn when there are fewer. Raises ``RuntimeError`` without one."""
+    """``cpu``, or the GPU of this rank; ranks share GPUs in turn when there are fewer. Raises ``DeviceError`` without one."""
     if kind == "cpu":
         return torch.device("cpu")
     count = torch.cuda.device_count()
     if not count:
-        raise RuntimeError(f"device {kind} was asked for and this machine has none; use --device cpu")
+        raise DeviceError(f"device {kind} was asked for and this machine has none; use --device cpu")
     return torch.device(kind, rank % count)
 
 

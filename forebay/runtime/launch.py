@@ -58,7 +58,7 @@ def start_planner(model: ResolvedModel, settings: Settings) -> PlannerHandle:
     Raises ``StartError``.
     """
     boot = _boot(model, settings)
-    process = subprocess.Popen([sys.executable, "-P", "-m", "forebay.runtime.planner_process"], stdin=subprocess.PIPE)
+    process = subprocess.Popen([sys.executable, "-P", "-m", "forebay.runtime.planner_process"], stdin=subprocess.PIPE, process_group=0)
     assert process.stdin is not None
     with contextlib.suppress(BrokenPipeError):
         process.stdin.write(frame_boot(boot))
@@ -75,7 +75,10 @@ def _boot(model: ResolvedModel, settings: Settings) -> PlannerBoot:
     except ModelError as error:
         raise StartError(str(error)) from error
     ranks = settings.pp * settings.tp
+    _make_timeline_directory(settings)
     device_memory = settings.device_memory or derive_device_memory(settings.device, ranks)
+    host_memory = settings.host_memory or derive_host_memory(device_memory, ranks)
+    _check_memory(settings.device, ranks, device_memory, host_memory)
     return PlannerBoot(
         model_path=str(model.path),
         fingerprint=identity,
@@ -83,7 +86,7 @@ def _boot(model: ResolvedModel, settings: Settings) -> PlannerBoot:
         max_context=_max_context(config, settings),
         threads=settings.threads_per_rank or max(len(os.sched_getaffinity(0)) // ranks, 1),
         device_memory=device_memory,
-        host_memory=settings.host_memory or derive_host_memory(device_memory, ranks),
+        host_memory=host_memory,
         settings=settings,
         frontend_endpoint=new_endpoint("frontend"),
         frontend_identity=new_identity(),
@@ -101,12 +104,31 @@ def _max_context(config: ModelConfig, settings: Settings) -> int:
     return settings.max_context
 
 
+def _check_memory(device: Device, ranks: int, device_memory: int, host_memory: int) -> None:
+    """Pages are committed as they are used, so what does not fit would only show under load, and then as a killed process."""
+    wanted = ranks * (host_memory + (device_memory if device is Device.CPU else 0))
+    there = psutil.virtual_memory().total
+    if wanted > there:
+        raise StartError(
+            f"--device-memory and --host-memory come to {format_size(wanted)} over {ranks} rank(s); "
+            f"this machine has {format_size(there)}; give less"
+        )
+
+
+def _make_timeline_directory(settings: Settings) -> None:
+    if settings.timeline is not None:
+        try:
+            settings.timeline.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise StartError(f"--timeline {settings.timeline}: {error.strerror}; give a directory that can be made") from error
+
+
 def derive_device_memory(device: Device, ranks: int) -> int:
     """Bytes of KV pages for each of ``ranks`` on this machine: a share of what is free, counted once for all of them."""
     if device is not Device.CPU:
         return 0
     each = int(psutil.virtual_memory().available * KV_SHARE) // ranks
-    print(f"forebay: --device-memory is not given; {format_size(each)} for each of {ranks} ranks", file=sys.stderr)
+    print(f"forebay: --device-memory is not given; {format_size(each)} for each rank ({ranks})", file=sys.stderr)
     return each
 
 
@@ -114,5 +136,5 @@ def derive_host_memory(device_memory: int, ranks: int) -> int:
     """Bytes of host pages for each of ``ranks``: twice the device's, or on a GPU whose memory is not known yet twice the share that
     a CPU would get."""
     each = HOST_FACTOR * (device_memory or int(psutil.virtual_memory().available * KV_SHARE) // ranks)
-    print(f"forebay: --host-memory is not given; {format_size(each)} for each of {ranks} ranks", file=sys.stderr)
+    print(f"forebay: --host-memory is not given; {format_size(each)} for each rank ({ranks})", file=sys.stderr)
     return each

@@ -160,6 +160,8 @@ class PlannerProcess:
             self._store.ask(query, self._wake)
         if effects.outputs:
             self._tell_frontend(encode(Outputs(tuple(effects.outputs))))
+        if effects.flushed:
+            self._send_snapshot(time.monotonic())  # what is reported after a flush knows of it
         for done in effects.flushed:
             self._tell_frontend(encode(done))
         if effects.state_changed:
@@ -179,7 +181,8 @@ class PlannerProcess:
 
     def _on_state(self) -> None:
         planner = self._planner
-        _log(f"grid {planner.state} (epoch {planner.epoch})" + (f": {planner.detail}" if planner.detail else ""))
+        if planner.state is not GridState.FAILED:  # the frontend says that one
+            _log(f"grid {planner.state} (epoch {planner.epoch})" + (f": {planner.detail}" if planner.detail else ""))
         if planner.state is GridState.FAILED:
             self._end_ranks("the grid has failed", 0)
 

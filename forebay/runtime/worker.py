@@ -34,6 +34,7 @@ from forebay.models.errors import ModelError
 from forebay.observe.events import SpanRing
 from forebay.runtime.boot import WorkerBoot, die_with_parent, read_boot
 from forebay.runtime.execute import Executor
+from forebay.runtime.grid import DeviceError
 from forebay.runtime.mirror import PlanError
 from forebay.runtime.page_io import PageIo
 from forebay.runtime.part import part_name
@@ -44,7 +45,7 @@ from forebay.runtime.worker_io import WorkerIo, connect
 from forebay.store.backends.open import StoreURLError
 
 # Errors that say themselves, in one line, what is wrong and what to do.
-_CLEAR = (ModelError, MemoryShortage, PlanError, LinkError, StoreURLError)
+_CLEAR = (DeviceError, ModelError, MemoryShortage, PlanError, LinkError, StoreURLError)
 
 
 class Worker:

@@ -54,13 +54,12 @@ def test_a_mistake_is_one_line(capsys: pytest.CaptureFixture[str], arguments: li
     "arguments",
     [
         ["serve", "demo", "--dp", "2"],
-        ["serve", "demo", "--store", "embedded"],
+        ["serve", "demo", "--store", "valkey://h:1/0"],
         ["serve", "demo", "--host-mode", "staging"],
-        ["serve", "demo", "--fetch-route", "ticket"],
+        ["serve", "demo", "--fetch-route", "staged"],
         ["serve", "demo", "--kv-dtype", "int8"],
         ["serve", "demo", "--dynamic-chunking"],
-        ["generate", "demo", "hi", "--store", "embedded"],
-        ["store", "up", "--listen", "x"],
+        ["generate", "demo", "hi", "--store", "valkey://h:1/0"],
         ["bench", "ttft", "demo", "--json"],
         ["doctor", "file"],
     ],
@@ -110,7 +109,7 @@ def test_settings_of_a_file_are_checked_like_flags(capsys: pytest.CaptureFixture
     file.write_text("pagesize = 3\n")
     assert "did you mean 'page_size'?" in fails(capsys, "serve", "demo", "--config", str(file))
     file.write_text("page_size = 0\n")
-    assert "--page-size is 0" in fails(capsys, "serve", "demo", "--config", str(file))
+    assert f"page_size in {file} is 0" in fails(capsys, "serve", "demo", "--config", str(file))
 
 
 def test_import_and_help_load_nothing_heavy() -> None:
