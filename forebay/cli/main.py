@@ -135,7 +135,7 @@ def main() -> None:
 def run(arguments: list[str]) -> int:
     """The exit status of one command."""
     try:
-        status = app(arguments, prog_name="forebay", standalone_mode=False)
+        status = app(arguments or ["--help"], prog_name="forebay", standalone_mode=False)
     except (typer.TyperException, UserError, SettingsError) as error:
         return _fail(error.format_message() if isinstance(error, typer.TyperException) else str(error))
     except (typer.Abort, KeyboardInterrupt):

@@ -417,6 +417,30 @@ def test_an_object_whose_file_was_evicted_is_gone_and_list_agrees_with_exists() 
     assert isinstance(page, KeyPage) and page.keys == [(b"new", PAGE)]
 
 
+def test_what_was_evicted_from_the_ssd_may_be_evicted_from_memory_too() -> None:
+    """Found in review: it counted as not yet durable for ever, and a memory full of such objects took no put any more."""
+    world = World(quiet(high_watermark=1.0, low_watermark=1.0))
+    holder, client = world.holder(FakeHolder("h", memory_bytes=PAGE + 64)), world.client()
+    put(world, client, b"old")
+    entry = next(iter(holder.ssd.values()))
+    holder.ssd.clear()
+    world.step(FromHolder(holder.session, Dropped([entry])))
+    assert exists(world, client, b"old") == [OK]
+    assert put(world, client, b"new") == OK
+    assert exists(world, client, b"old", b"new") == [NOT_FOUND, OK]
+
+
+def test_what_no_log_will_ever_take_is_a_plain_cache_entry() -> None:
+    world = World(quiet(high_watermark=1.0, low_watermark=1.0))
+    holder, client = world.holder(FakeHolder("h", memory_bytes=PAGE + 64)), world.client()
+    granted = world.call(client, PutStart(1, [b"k"], [PAGE]))
+    assert isinstance(granted, Granted)
+    generation = world.write(granted, 0, "default", b"k", PAGE, persist=False)
+    world.step(FromHolder(holder.session, Dropped([HeldSsd("default", b"k", generation, PAGE)])))
+    world.call(client, PutEnd(2, [b"k"], [generation], [()]))
+    assert put(world, client, b"next", persist=False) == OK
+
+
 def test_replicas_go_to_different_holders_and_losing_one_leaves_the_key_readable() -> None:
     world = World(quiet(replicas=2))
     first = world.holder(FakeHolder("1"))

@@ -102,6 +102,8 @@ class Holder:
 
     async def start(self) -> None:
         """Raises ``HolderError``, ``SegmentError`` or ``OSError``."""
+        if self.address.host in ("", "0.0.0.0", "::"):
+            raise HolderError(f"--listen {self.address}: clients are told this address; give one that they can reach")
         loop = self._loop = asyncio.get_running_loop()
         self.name = uuid.uuid4().hex
         if self.config.ssd is not None:
@@ -313,8 +315,10 @@ class Holder:
                 receipt = self._receipts.pop(id(entry), None)
                 if receipt is not None:
                     receipt.settle(entry, logged)
-        if report.lost:
-            self._link.send(Dropped(report.lost))
+        hopeless = [one for one in report.failed if one.live and not one.buried] if report.state == "ok" else []
+        lost = report.lost + [HeldSsd(one.tenant, one.key, one.generation, one.length) for one in hopeless]
+        if lost:
+            self._link.send(Dropped(lost))
         if report.logged:
             held = [HeldSsd(one.tenant, one.key, one.generation, one.length) for one in report.logged]
             self._link.send(Persisted(held))

@@ -35,7 +35,8 @@ class Digger:
     def send(self, session: int, call: int | None, codes: bytes, delivers: str = "") -> None:
         """Start the burial; its answer (none if ``call`` is None) goes out once all is logged, at once if nothing need be."""
         state = self._state
-        burial = Burial(session, call, codes, {}, delivers)
+        delivered = [grave for graves in self._by_holder.values() for grave in graves] if delivers else []
+        burial = Burial(session, call, codes, {}, delivers, delivered)
         number = state.new_number()
         state.burials[number] = burial
         for holder_number, graves in self._by_holder.items():
@@ -126,6 +127,20 @@ def _finish_if_done(state: State, number: int, burial: Burial) -> None:
     if burial.call is not None:
         state.send(burial.session, Codes(burial.call, burial.codes))
     if burial.delivers:
+        _delivered(state, burial)
+
+
+def _delivered(state: State, burial: Burial) -> None:
+    """The returned holder has logged these graves. When nothing more is owed to it, its keepers may forget them."""
+    owed = state.graves.get(burial.delivers, {})
+    for grave in burial.delivered:
+        place = (grave.tenant, grave.key)
+        rest = tuple(kept for kept in owed.get(place, ()) if replace(kept, behalf="") != replace(grave, behalf=""))
+        if rest:
+            owed[place] = rest
+        else:
+            owed.pop(place, None)
+    if not owed:
         state.graves.pop(burial.delivers, None)
         for holder in state.holders.values():
             if holder.present:

@@ -74,7 +74,7 @@ def _lane(lane: Lane, tenant: str, holder: Holder) -> None:
     for replica in lane:
         assert replica.lane is lane and replica.holder is holder and replica.object.tenant.name == tenant, "4: lane"
         assert replica.state is ReplicaState.COMPLETE and replica in replica.object.memory, "4: a lane holds what is not complete"
-        assert (lane.kind is Kind.VOLATILE) == (not replica.object.ssd), "4: kind"
+        assert lane.kind is not Kind.VOLATILE or not replica.object.ssd, "4: kind"
         assert replica.tick > tick, "5: ticks"
         total, tick = total + replica.size, replica.tick
     assert total == lane.bytes, "5: bytes"

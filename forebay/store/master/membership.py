@@ -134,12 +134,15 @@ def persisted(state: State, holder: Holder, message: Persisted) -> None:
 
 
 def dropped(state: State, holder: Holder, message: Dropped) -> None:
-    """These records left the log of ``holder``."""
+    """These records left the log of ``holder``, or will never be in it."""
     for entry in message.entries:
         tenant = state.tenants.get(entry.tenant)
         known = tenant.objects.get(entry.key) if tenant else None
+        put = tenant.pending.get(entry.key) if tenant else None
         if known is not None and known.generation == entry.generation:
             _drop_ssd(state, known, holder)
+        elif put is not None and put.object.generation == entry.generation:
+            put.unloggable = True
 
 
 def _drop_ssd(state: State, object: Object, holder: Holder) -> None:
@@ -147,8 +150,8 @@ def _drop_ssd(state: State, object: Object, holder: Holder) -> None:
         if copy.holder is holder:
             move(copy, Cause.LOSE)
             object.ssd = tuple(other for other in object.ssd if other is not copy)
-            space.relist(object)
             break
+    space.relist(object)
     _unlist_if_empty(object)
 
 

@@ -237,6 +237,8 @@ def _commit(state: State, now: float, put: Put, written: tuple[int, ...], digger
         replica.round = replica.holder.round
         replica.holder.in_flight_bytes -= replica.size
         space.list_memory(state, replica)
+    if put.unloggable:
+        space.relist(object)
     for holder in put.persisted:
         if any(replica.holder is holder for replica in good):
             install_ssd(state, object, holder)

@@ -48,8 +48,8 @@ class MasterConfig:
 class Kind(IntEnum):
     """Why a replica is where it is in the order of eviction."""
 
-    VOLATILE = 0  # the only copy: never evicted while the holder's SSD works
-    DURABLE = 1  # has a copy on SSD
+    VOLATILE = 0  # the only copy, on its way to a log: never evicted while the holder's SSD works
+    DURABLE = 1  # has a copy on SSD, or had one that was evicted there: it may go
     PREFETCHED = 2  # promoted on a hint, not read yet
 
 
@@ -240,14 +240,16 @@ class Holder:
 
 
 class Put:
-    """A put between start and end: invisible to readers, owned by the connection ``session``. ``persisted``: already in these logs."""
+    """A put between start and end: invisible to readers, owned by the connection ``session``. ``persisted``: already in these logs;
+    ``unloggable``: one of them will never have it."""
 
-    __slots__ = ("object", "persisted", "session")
+    __slots__ = ("object", "persisted", "session", "unloggable")
 
     def __init__(self, object: Object, session: int) -> None:
         self.object = object
         self.session = session
         self.persisted: list[Holder] = []
+        self.unloggable = False
 
 
 class Tenant:
@@ -307,6 +309,7 @@ class Burial:
     codes: bytes
     missing: dict[int, tuple[int, list[Grave]]]
     delivers: str = ""
+    delivered: list[Grave] = field(default_factory=list)
 
 
 @dataclass(slots=True)

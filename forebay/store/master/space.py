@@ -1,7 +1,7 @@
 """Room in holders' segments: taking it, freeing it, and what is evicted for it (rules S1 and S7).
 
-Order of eviction at one holder: prefetched objects nobody read in time, then durable ones by last use, and those whose only copy
-this is never, unless the holder has no working SSD. An object under a lease is passed over; one that must go at once (removed,
+Order of eviction at one holder: prefetched objects nobody read in time, then durable ones by last use (also those whose SSD copy
+was evicted: they had their time), and those that are still on their way to the log never, unless the holder has no working SSD. An object under a lease is passed over; one that must go at once (removed,
 replaced) leaves the tables but keeps its range, DRAINING, until its last lease has ended.
 """
 
@@ -95,15 +95,14 @@ def list_memory(state: State, replica: MemoryReplica, kind: Kind | None = None) 
 
 
 def relist(object: Object) -> None:
-    """An object gained or lost its SSD copy: its memory replicas change lanes and keep their place in time as well as they can."""
+    """An object is durable now, or never will be: its memory replicas may be evicted, and keep their place in the order of use."""
     for replica in object.memory:
         lane = replica.lane
         assert lane is not None
-        wanted = Kind.VOLATILE if not object.ssd else Kind.DURABLE if lane.kind is Kind.VOLATILE else lane.kind
-        if wanted is not lane.kind:
+        if lane.kind is Kind.VOLATILE:
             tick = replica.tick
             lane.remove(replica)
-            _insert_by_tick(replica.holder.lanes_of(object.tenant.name).of(wanted), replica, tick)
+            _insert_by_tick(replica.holder.lanes_of(object.tenant.name).durable, replica, tick)
 
 
 def touch(state: State, replica: MemoryReplica) -> None:
@@ -172,7 +171,8 @@ def _first_evictable(now: float, lane: Lane) -> MemoryReplica | None:
         if passed > MAX_PASSED_OVER:
             return None
         object = replica.object
-        if object.lease_until <= now and (lane.kind is Kind.VOLATILE or object.durable()):
+        expendable = lane.kind is Kind.VOLATILE or not object.ssd or object.durable()  # not while its log is away
+        if object.lease_until <= now and expendable:
             return replica
     return None
 

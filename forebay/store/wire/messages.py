@@ -341,7 +341,7 @@ class Persisted(_Message, frozen=True):
 
 
 class Dropped(_Message, frozen=True):
-    """Records that left the log: their file was evicted, or a read found them bad."""
+    """Records that left the log (their file was evicted, or a read found them bad), or that will never be in it."""
 
     entries: list[HeldSsd]
 
