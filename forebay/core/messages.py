@@ -155,7 +155,7 @@ class Snapshot(_Message, frozen=True):
 
     Counters only rise within one planner process. ``plan_s_buckets`` counts retired plans by duration, one bucket per
     bound of ``PLAN_SECONDS_BOUNDS`` and one above; ``plan_s_sum`` adds the durations up. ``tickets`` counts them by outcome,
-    ``unused_pages`` what was wanted and not fetched or fetched and not used, by reason.
+    ``unused_tokens`` what was wanted and not fetched or fetched and not used, by reason.
     """
 
     state: GridState
@@ -176,7 +176,7 @@ class Snapshot(_Message, frozen=True):
     plan_s_sum: float = 0.0
     detail: str = ""
     tickets: dict[str, int] = {}
-    unused_pages: dict[str, int] = {}
+    unused_tokens: dict[str, int] = {}
     stored_pages: int = 0
     store_failures: int = 0
 

@@ -435,7 +435,7 @@ class Planner:
             plan_s_sum=counters.plan_s_sum,
             detail=self.detail,
             tickets=dict(replica.tickets.outcomes),
-            unused_pages=dict(replica.tickets.unused_pages),
+            unused_tokens={why: pages * self.config.page_size for why, pages in replica.tickets.unused_pages.items()},
             stored_pages=replica.stores.stored_pages,
             store_failures=replica.stores.failed_pages,
         )

@@ -74,9 +74,13 @@ class _SnapshotCollector(Collector):
             return
         yield _gauge("forebay_running_requests", "Sequences that hold device pages", snapshot.running)
         yield _gauge("forebay_waiting_requests", "Sequences in the waiting queue", snapshot.waiting)
-        restarts = CounterMetricFamily("forebay_worker_restarts", "Grids started anew after the loss of a rank")
-        restarts.add_metric([], snapshot.worker_restarts)
-        yield restarts
+        yield _counter("forebay_worker_restarts", "Grids started anew after the loss of a rank", snapshot.worker_restarts)
+        yield _counter("forebay_stored_pages", "Pages that every rank has put into the store", snapshot.stored_pages)
+        yield _counter("forebay_store_failures", "Pages that could not be stored", snapshot.store_failures)
+        yield _counters("forebay_ticket", "Tickets and queries", "outcome", snapshot.tickets)
+        yield _counters(
+            "forebay_fetch_unused_pages", "Wanted and not fetched, or fetched and not used", "reason", snapshot.unused_pages
+        )
         yield _pages({"device": snapshot.device, "host": snapshot.host})
         if snapshot.plan_s_buckets:
             yield _plan_seconds(snapshot)
@@ -86,6 +90,19 @@ def _gauge(name: str, text: str, value: float) -> Metric:
     gauge = GaugeMetricFamily(name, text)
     gauge.add_metric([], value)
     return gauge
+
+
+def _counter(name: str, text: str, value: float) -> Metric:
+    counter = CounterMetricFamily(name, text)
+    counter.add_metric([], value)
+    return counter
+
+
+def _counters(name: str, text: str, label: str, values: Mapping[str, int]) -> Metric:
+    counter = CounterMetricFamily(name, text, labels=(label,))
+    for key in sorted(values):
+        counter.add_metric([key], values[key])
+    return counter
 
 
 def _pages(tiers: Mapping[str, TierUse]) -> Metric:

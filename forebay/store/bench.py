@@ -208,8 +208,9 @@ def _ssd_reads(config: BenchConfig, client: StoreClient, size: int, path: Path) 
     keys = _keys(size, _cold_footprint(config, size))
     source = np.random.default_rng(size).integers(0, 255, size, dtype=np.uint8)
     for chunk in _chunks(keys, 32):
-        if set(client.put_from(chunk, [source.data] * len(chunk))) - {Status.OK, Status.EXISTS}:
-            raise BenchError("the SSD arm could not be filled")
+        statuses = client.put_from(chunk, [source.data] * len(chunk))
+        if set(statuses) - {Status.OK, Status.EXISTS}:
+            raise BenchError(f"the SSD arm could not be filled: {statuses}")
     raw = path / "raw"
     _write_raw(raw, size, len(keys))
     cold = [key for key, tiers in zip(keys, client.tiers(keys), strict=True) if tiers == {Tier.SSD}]

@@ -271,6 +271,8 @@ class Holder:
             case Serving():
                 self._beaten = time.monotonic()
                 self.serving, self.why_not = True, ""
+                if self._writer is not None and self._writer.state == "ok":
+                    self._log_what_is_missing()
 
     def master_lost(self, why: str) -> None:
         """Neither reads nor writes are served before the next registration: rooms that were given before it count no more."""
@@ -329,9 +331,10 @@ class Holder:
         self._was_broken = report.state != "ok"
 
     def _log_what_is_missing(self) -> None:
-        """The disk works again: what came meanwhile is logged now."""
+        """What is in memory alone and on its way to no log: it came while the disk failed, or its file was evicted before the master
+        restarted, which now takes it for not yet durable."""
         assert self.log is not None
         for entry in self.memory:
             logged = entry.logging or self.log.has(entry.tenant, entry.key, entry.generation)
-            if entry.live and not entry.buried and not logged and entry.crc:
+            if entry.live and not entry.buried and not logged:
                 self.written(entry, None)

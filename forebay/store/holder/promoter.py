@@ -8,6 +8,7 @@ import time
 from collections.abc import Coroutine, Iterable, Sequence
 from typing import Protocol
 
+from forebay.store.crc import crc32c
 from forebay.store.holder.master_link import MasterLink
 from forebay.store.holder.memory import Entry, Memory
 from forebay.store.holder.reads import LogReads
@@ -98,8 +99,7 @@ class Promoter:
                     if spot.code is not PrefetchCode.OK:
                         self._refused(tenant, open_tasks.pop(task), spot.code)  # the master ended it
                         continue
-                    crc = 0  # a promoted entry is in the log already, so its CRC is never asked for
-                    entry = Entry(tenant, key, spot.generation, spot.stamp, spot.offset, spot.length, crc)
+                    entry = Entry(tenant, key, spot.generation, spot.stamp, spot.offset, spot.length, crc=0)
                     steps.append(self._fill(task, entry, open_tasks))
                 await asyncio.gather(*steps)
         finally:
@@ -115,7 +115,7 @@ class Promoter:
             if length == entry.length and self._memory.begin(entry):
                 target = self._segment.data(entry.offset, length)
                 entry.busy = True
-                await asyncio.get_running_loop().run_in_executor(None, _copy, buffer[:length], target)
+                entry.crc = await asyncio.get_running_loop().run_in_executor(None, _copy, buffer[:length], target)
                 self._memory.copied(entry)
                 ok = self._memory.publish(entry)
             self._reads.release(buffer)
@@ -143,6 +143,7 @@ def _name(tenant: str, key: bytes) -> bytes:
     return tenant.encode() + b"\0" + key
 
 
-def _copy(source: memoryview, target: memoryview) -> None:
-    """Without the GIL (numpy drops it for copies of this size)."""
+def _copy(source: memoryview, target: memoryview) -> int:
+    """Copy and checksum, without the GIL (numpy drops it for copies of this size). The CRC is of what was read, which was checked."""
     as_bytes(target)[:] = as_bytes(source)
+    return crc32c(source)

@@ -1,8 +1,9 @@
 """Room in holders' segments: taking it, freeing it, and what is evicted for it (rules S1 and S7).
 
-Order of eviction at one holder: prefetched objects nobody read in time, then durable ones by last use (also those whose SSD copy
-was evicted: they had their time), and those that are still on their way to the log never, unless the holder has no working SSD. An object under a lease is passed over; one that must go at once (removed,
-replaced) leaves the tables but keeps its range, DRAINING, until its last lease has ended.
+Order of eviction at one holder: prefetched objects nobody read in time, then durable ones by last use (also those whose SSD copy was
+evicted: they had their time). Those still on their way to the log are never evicted, unless the holder has no working SSD. An object
+under a lease is passed over; one that must go at once (removed, replaced) leaves the tables but keeps its range, DRAINING, until its
+last lease has ended.
 """
 
 from collections.abc import Iterator
