@@ -79,7 +79,7 @@ class _SnapshotCollector(Collector):
         yield _counter("forebay_store_failures", "Pages that could not be stored", snapshot.store_failures)
         yield _counters("forebay_ticket", "Tickets and queries", "outcome", snapshot.tickets)
         yield _counters(
-            "forebay_fetch_unused_pages", "Wanted and not fetched, or fetched and not used", "reason", snapshot.unused_pages
+            "forebay_fetch_unused_tokens", "Wanted and not fetched, or fetched and not used", "reason", snapshot.unused_tokens
         )
         yield _pages({"device": snapshot.device, "host": snapshot.host})
         if snapshot.plan_s_buckets:
