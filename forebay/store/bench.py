@@ -193,7 +193,20 @@ def _ssd_rows(config: BenchConfig) -> list[Row]:
             path = Path(directory)
             dram = max(4 * size, 32 << 20)
             ssd = 4 * _cold_footprint(config, size)
-            args = ("--dram", str(dram), "--ssd", str(path / "log"), "--ssd-size", str(ssd), "--fsync", "never", "--lease-s", "0.5")
+            args = (
+                "--dram",
+                str(dram),
+                "--ssd",
+                str(path / "log"),
+                "--ssd-size",
+                str(ssd),
+                "--fsync",
+                "never",
+                "--lease-s",
+                "0.5",
+                "--put-wait-s",
+                "30",
+            )
             with store_process(*args) as url, StoreClient.connect(url, timeout_s=60.0) as client:
                 rows += _ssd_reads(config, client, size, path)
     return rows
