@@ -201,6 +201,8 @@ def parse_size(text: str | int) -> int:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", str(text), re.IGNORECASE)
     if not match or match[2].lower() not in _UNITS:
         raise SettingsError(f"{text!r} is not a size; write it as 512MiB, 2GiB or a number of bytes")
+    if len(match[1]) > 20:
+        raise SettingsError(f"a size of {len(match[1])} digits is not allowed; write it as 512MiB, 2GiB or a number of bytes")
     size = int(float(match[1]) * _UNITS[match[2].lower()])
     if size < 1:
         raise SettingsError(f"the size {text!r} is not allowed; it must be at least 1 byte")
@@ -220,7 +222,7 @@ def _read_toml(file: Path) -> dict[str, Any]:
         return tomllib.loads(file.read_text())
     except OSError as error:
         raise SettingsError(f"settings file {file}: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise SettingsError(f"settings file {file} is not TOML: {error}") from error
 
 
@@ -243,7 +245,7 @@ def _convert(field: Field, where: str, value: Any) -> Any:
         converted = kind(value) if not (kind is int and isinstance(value, bool | float)) else _refuse()
     except SettingsError as error:
         raise SettingsError(f"{where}: {error}") from None
-    except ValueError:
+    except (ValueError, TypeError):
         allowed = field.range if issubclass(kind, StrEnum) else _article(kind)
         raise SettingsError(f"{where} is {value!r}; allowed: {allowed}") from None
     if isinstance(converted, int):

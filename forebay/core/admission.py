@@ -20,8 +20,10 @@ def admit(replica: Replica, now: float) -> None:
     cache = replica.cache
     assert cache is not None
     for request in _candidates(replica):
-        if len(replica.running) >= replica.config.max_running:
+        if len(replica.running) >= replica.config.max_running or any(other.suspect for other in replica.running):
             return
+        if request.suspect and replica.running:
+            continue
         if not replica.tickets.may_run(request, cache) or _next_page_is_coming(replica, request):
             continue
         loads = _reserve(replica, request)
@@ -49,10 +51,13 @@ def _candidates(replica: Replica) -> Iterator[Request]:
 def _next_page_is_coming(replica: Replica, request: Request) -> bool:
     cache = replica.cache
     assert cache is not None
-    for hash in request.extend_hashes():
-        if cache.tree.get(hash) is None:
-            return hash in replica.computing
-    return False
+    hashes, tree = request.extend_hashes(), cache.tree
+    # The first missing page has rarely moved far since the last look.
+    while request.probe < len(hashes) and tree.get(hashes[request.probe]) is not None:
+        request.probe += 1
+    while request.probe and tree.get(hashes[request.probe - 1]) is None:
+        request.probe -= 1
+    return request.probe < len(hashes) and hashes[request.probe] in replica.computing
 
 
 def _reserve(replica: Replica, request: Request) -> list[Node] | None:

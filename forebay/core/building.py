@@ -29,6 +29,7 @@ class _Draft:
     remaps: list[Remap] = field(default_factory=list)
     pieces: list[Piece] = field(default_factory=list)
     sampling: list[tuple[int, Request]] = field(default_factory=list)
+    requests: list[Request] = field(default_factory=list)
     work: float = 0.0
 
 
@@ -53,7 +54,7 @@ def build_plan(replica: Replica, epoch: int, now: float) -> Plan | None:
     )
     replica.built = plan.number
     replica.digest = plan.digest
-    replica.in_flight.append(InFlight(plan.number, now, draft.work, set(range(replica.config.ranks)), draft.sampling))
+    replica.in_flight.append(InFlight(plan.number, now, draft.work, set(range(replica.config.ranks)), draft.sampling, draft.requests))
     return plan
 
 
@@ -142,6 +143,7 @@ def _add_piece(replica: Replica, draft: _Draft, request: Request, count: int) ->
         )
     )
     draft.work += work_of(count, start)
+    draft.requests.append(request)
     request.remaps.clear()
     request.sent = covered
     request.computed = stop

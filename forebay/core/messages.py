@@ -1,6 +1,6 @@
 """Every message of the control path, as it stands on the wire.
 
-    frontend  -- Submit, Abort, Flush ------------------->  planner
+    frontend  -- Submit, Abort, Flush, CancelFlush ------>  planner
     frontend  <- Outputs, FlushDone, Snapshot ------------  planner
     worker    -- Hello, Loaded, Ready, PlanDone,
                  TransferDone, Heartbeat, Fault,
@@ -64,6 +64,12 @@ class Abort(_Message, frozen=True):
     """Stop a request wherever it is. Unknown ids are ignored: it may just have finished."""
 
     request_id: str
+
+
+class CancelFlush(_Message, frozen=True):
+    """Nobody waits for flush ``call`` any more; it is not answered."""
+
+    call: int
 
 
 class Flush(_Message, frozen=True):
@@ -399,17 +405,18 @@ class Heartbeat(_Message, frozen=True):
 
 
 class Fault(_Message, frozen=True):
-    """This rank cannot go on. ``plan`` is the first one concerned, or -1."""
+    """This rank cannot go on. ``plan`` is the first one concerned, or -1. ``hopeless``: another try would end the same way."""
 
     epoch: int
     rank: int
     plan: int
     text: str
+    hopeless: bool = False
 
 
 # ---------------------------------------------------------------------------------------------- frames
 
-ToPlanner = Submit | Abort | Flush
+ToPlanner = Submit | Abort | Flush | CancelFlush
 ToFrontend = Outputs | FlushDone | Snapshot
 ToWorker = Allocate | Plan | Stop
 ToWorkerIo = Ticket | Cancel | Store

@@ -22,6 +22,7 @@ from forebay.core.messages import (
     MAX_REQUEST_ID_CHARS,
     Abort,
     Cancel,
+    CancelFlush,
     FetchProgress,
     FinishReason,
     Flush,
@@ -46,6 +47,8 @@ from forebay.core.statistics import Counters, tier_use
 from forebay.core.tickets import Query, QueryDone, release_ready
 from forebay.core.tree import Tier
 
+MAX_FAILURES_ALONE = 2
+
 
 @dataclass(frozen=True, slots=True)
 class GridReady:
@@ -64,15 +67,30 @@ class GridReady:
 class GridLost:
     """A rank of ``epoch`` died, said that it cannot go on, or broke the protocol.
 
-    ``hopeless``: it said so while it loaded (a bad file, too little memory), so before the first `GridReady` no other try would help.
+    ``hopeless``: it said that no other try would help (a bad file, too little memory); believed before the first `GridReady`.
+    ``faulted``: a rank failed at its work, so what it worked on is under suspicion.
     """
 
     epoch: int
     reason: str
     hopeless: bool = False
+    faulted: bool = False
 
 
-Event = Submit | Abort | Flush | PlanDone | TransferDone | FetchProgress | StoreDone | QueryDone | Heartbeat | GridReady | GridLost
+Event = (
+    Submit
+    | Abort
+    | Flush
+    | CancelFlush
+    | PlanDone
+    | TransferDone
+    | FetchProgress
+    | StoreDone
+    | QueryDone
+    | Heartbeat
+    | GridReady
+    | GridLost
+)
 
 
 @dataclass(slots=True)
@@ -168,12 +186,14 @@ class Planner:
                     self._heard[event.rank] = now
             case Flush():
                 self._flushes.append(PendingFlush(event, now + event.timeout_s))
+            case CancelFlush():
+                self._flushes = deque(pending for pending in self._flushes if pending.flush.call != event.call)
             case GridReady():
                 if event.epoch == self.epoch and self.state in (GridState.STARTING, GridState.RESTARTING):
                     self._grid_ready(now, event)
             case GridLost():
                 if event.epoch == self.epoch and self.state is not GridState.FAILED:
-                    self._lose_grid(event.reason, event.hopeless)
+                    self._lose_grid(event.reason, event.hopeless, event.faulted)
 
     # ------------------------------------------------------------------------------------------ requests
 
@@ -360,12 +380,15 @@ class Planner:
                 ranks = sorted(in_flight[0].waits_for)
                 self._lose_grid(f"plan {in_flight[0].number} waits for ranks {ranks} since {waited:.1f} s (limit {limit:.1f} s)")
 
-    def _lose_grid(self, reason: str, hopeless: bool = False) -> None:
+    def _lose_grid(self, reason: str, hopeless: bool = False, faulted: bool = False) -> None:
         """A new epoch: device pages forgotten, requests kept with the tokens they have emitted (rule R3)."""
         if hopeless and not self._was_ready:
             self._fail(reason)
             return
-        self._restarts_without_progress += 1
+        if self.state is not GridState.READY or self.replica.in_flight:  # a grid that stood idle had nothing to bring to its end
+            self._restarts_without_progress += 1
+        if faulted:
+            self._blame(reason)
         if self._restarts_without_progress > self.config.max_restarts:
             self._fail(f"{self.config.max_restarts} restarts in a row brought no plan to its end; last: {reason}")
             return
@@ -374,6 +397,19 @@ class Planner:
         self.counters.worker_restarts += 1
         self._effects.restart = reason
         self._set_state(GridState.RESTARTING if self._was_ready else GridState.STARTING, reason)
+
+    def _blame(self, reason: str) -> None:
+        """Requests whose plan a rank failed at run alone from now on; one that fails alone, and again, is given up, not the grid."""
+        replica = self.replica
+        accused = [request for request in replica.running if any(request in record.requests for record in replica.in_flight)]
+        for request in accused:
+            request.suspect = True
+            request.failures_alone += len(replica.running) == 1
+            if request.failures_alone >= MAX_FAILURES_ALONE:
+                self._restarts_without_progress = 0
+                self._finish(
+                    request, FinishReason.ERROR, f"the grid was lost {MAX_FAILURES_ALONE} times on this request alone: {reason}"
+                )
 
     def _fail(self, reason: str) -> None:
         for request in tuple(self.replica.requests.values()):

@@ -67,13 +67,15 @@ class PlannerConfig:
 
 @dataclass(slots=True)
 class InFlight:
-    """A plan that not all ranks have acknowledged. ``sampling``: (slot, request) of each piece that yields a token."""
+    """A plan that not all ranks have acknowledged. ``sampling``: (slot, request) of each piece that yields a token;
+    ``requests``: of all pieces."""
 
     number: int
     built_at: float
     work: float
     waits_for: set[int]
     sampling: list[tuple[int, Request]]
+    requests: list[Request]
 
 
 @dataclass

@@ -12,7 +12,7 @@ keeps the request's own page until the plan that wrote it has retired; then the 
 
 ``prefilling``: the piece that yields its next token has not been built yet. A decoding request waits for a token
 (``awaits_token``) or stands in ``Replica.decodes``. ``fetched``: has had its one ticket; ``ready``: host pages that it brought,
-pinned until the request is admitted.
+pinned until the request is admitted. ``suspect``: a rank has failed while it ran this request, so it runs alone.
 """
 
 from dataclasses import dataclass
@@ -54,6 +54,7 @@ class Request:
         "awaits_token",
         "computed",
         "eos",
+        "failures_alone",
         "fetched",
         "hashes",
         "last_plan",
@@ -65,6 +66,7 @@ class Request:
         "params",
         "phase",
         "prefilling",
+        "probe",
         "prompt_tokens",
         "ready",
         "remaps",
@@ -74,6 +76,7 @@ class Request:
         "sent",
         "slot",
         "state",
+        "suspect",
         "table",
         "twins",
         "usage",
@@ -95,6 +98,9 @@ class Request:
         self.usage: Usage | None = None
         self.phase = Phase.NOT_ASKED
         self.fetched = False
+        self.suspect = False
+        self.failures_alone = 0
+        self.probe = 0  # where the first missing page was when admission last looked
         self.retries = 0
         self.ready: list[Node] = []
         self.reset()

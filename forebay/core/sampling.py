@@ -58,8 +58,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         _within("min_p", self.min_p, 0.0, 1.0)
         _within("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _within("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        if not 0.0 < self.repetition_penalty <= 100.0:
-            raise ValueError(f"repetition_penalty is {self.repetition_penalty}; it must be above 0 and at most 100")
+        # Much smaller ones turn logits into infinities in float32.
+        _within("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
         if self.seed is not None:
             _within("seed", self.seed, -(2 ** (SEED_BITS - 1)), 2**SEED_BITS - 1)
         if len(self.stop) > MAX_STOP_STRINGS:

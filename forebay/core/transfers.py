@@ -2,9 +2,9 @@
 
         want(node) --> wanted queue --plan built, a host page to be had--> in flight --TransferDone from all ranks--> saved
 
-The queue is in the order in which pages became full, so root comes before leaf and there are no holes; a page that finds no host page
-stays wanted with all behind it, and is tried again with the next plan. Nobody waits for a backup. What a transfer has saved is the MIN
-over ranks of what each has.
+The queue is in the order in which pages became full, so root comes before leaf and there are no holes. A page that finds no host
+page stays wanted with all its descendants, and is tried again with the next plan. Nobody waits for a backup. What a transfer has
+saved is the MIN over ranks of what each has.
 """
 
 from collections import deque
@@ -17,6 +17,7 @@ from forebay.core.page_cache import PageCache
 from forebay.core.tree import NONE, Node, Tier
 
 MAX_BACKUP_PAGES = 128
+MAX_PASSED_OVER = 64  # of those that wait for a host page, at most this many are looked at in one step
 SELECTIVE_HITS = 2
 WRITE_BACK_FREE_SHARE = 0.1
 
@@ -59,16 +60,20 @@ class BackupQueue:
         """The next batch, its host pages taken and its device pages pinned; None if there is nothing, or no room."""
         nodes: list[Node] = []
         pages: list[int] = []
-        while self._wanted and len(nodes) < MAX_BACKUP_PAGES:
-            node = self._wanted[0]
-            if self._may_be_saved(node):
-                page = cache.begin_backup(node)
-                if page is None:
-                    break
+        passed_over = 0
+        for _ in range(len(self._wanted)):
+            if len(nodes) == MAX_BACKUP_PAGES or passed_over == MAX_PASSED_OVER:
+                break
+            node = self._wanted.popleft()
+            page = cache.begin_backup(node) if self._may_be_saved(node) else None
+            if page is not None:
                 nodes.append(node)
                 pages.append(page)
+            elif self._stays_wanted(node):
+                self._wanted.append(node)  # behind all others, as its descendants will be
+                passed_over += 1
+                continue
             node.wanted = False
-            self._wanted.popleft()
         if not nodes:
             return None
         self._transfers += 1
@@ -94,6 +99,14 @@ class BackupQueue:
     def clear(self) -> None:
         self._wanted.clear()
         self._in_flight.clear()
+
+    @staticmethod
+    def _stays_wanted(node: Node) -> bool:
+        """There is something to save, and it waits for a host page, its own or an ancestor's."""
+        if node.stale or node.pages[Tier.DEVICE] == NONE or node.pages[Tier.HOST] != NONE:
+            return False
+        parent = node.parent
+        return parent is None or parent.wanted or parent.saving or parent.pages[Tier.HOST] != NONE
 
     @staticmethod
     def _may_be_saved(node: Node) -> bool:

@@ -117,6 +117,7 @@ class PrefixTree:
         node.pins[tier] = 1
         if node.parent is not None:
             node.parent.children[tier] += 1
+        self.reconsider(node)  # a page in one tier may be what lets the other's go
 
     def displace(self, node: Node, tier: Tier) -> int:
         """Take back a page that only its caller pins; the node stays through its other tier. Returns the page."""

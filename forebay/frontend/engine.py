@@ -20,6 +20,7 @@ import zmq
 from forebay.core.hashing import TOKEN_BYTES
 from forebay.core.messages import (
     Abort,
+    CancelFlush,
     FinishReason,
     Flush,
     FlushDone,
@@ -197,6 +198,9 @@ class Engine:
         self._send(Flush(call, tuple(tiers), timeout_s))
         try:
             result: FlushDone = await done
+        except asyncio.CancelledError:
+            self._send(CancelFlush(call))  # while a flush is pending nothing is admitted
+            raise
         finally:
             self._flushes.pop(call, None)
         return result

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import uvloop
 
-from forebay.core.sampling import SamplingParams
+from forebay.core.sampling import MAX_N, SamplingParams
 from forebay.frontend.engine import Engine, Planner
 from forebay.frontend.generation import Event, Generation, Result, Work, check_token_ids, collect, fit_max_tokens, room_tokens
 from forebay.frontend.later import refuse_later
@@ -194,7 +194,7 @@ class _Host:
         self._engine = Engine(self._planner)
         await self._engine.wait_ready()
         # More at once than may wait would be refused by the planner.
-        self._places = asyncio.Semaphore(max(1, self.settings.max_waiting))
+        self._places = asyncio.Semaphore(max(1, self.settings.max_waiting // MAX_N))
 
     async def submit(self, prompt: PromptInput, params: SamplingParams) -> Generation:
         assert self._engine is not None

@@ -14,6 +14,7 @@ from typing import Any, Protocol, TypeVar
 # No vocabulary in use has text tokens that are longer on average over a whole prompt; runs of blanks come closest.
 MAX_CHARS_PER_TOKEN = 128
 INLINE_CHARS = 8192
+MESSAGE_CHARS = 32  # what a template puts around one, at least
 THREADS = 2
 
 T = TypeVar("T")
@@ -71,7 +72,7 @@ class PromptEncoder:
 
     async def from_messages(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> Prompt:
         """Raises ``PromptError``, and whatever the chat template raises (`models.tokenizer.TemplateError`, `ModelError`)."""
-        chars = sum(len(message["content"]) for message in messages)
+        chars = sum(len(message["content"]) + MESSAGE_CHARS for message in messages)
         self._check_chars(chars)
 
         def encode() -> tuple[str, list[int]]:
@@ -83,9 +84,7 @@ class PromptEncoder:
 
     def from_tokens(self, tokens: list[int]) -> Prompt:
         """Raises ``PromptError``."""
-        prompt = self._checked(tokens, None)
-        self.check_ids(tokens, "the prompt")
-        return prompt
+        return self._checked(tokens, None)
 
     def check_ids(self, tokens: Sequence[int], where: str) -> None:
         """Raises ``PromptError`` if one is no token of the model."""
@@ -117,4 +116,6 @@ class PromptEncoder:
         if len(tokens) >= self.max_context:
             limit = f"the context holds {self.max_context}, output included"
             raise PromptTooLong(f"the prompt has {len(tokens)} tokens and {limit}; shorten it")
+        # Also for text: a tokenizer may know more tokens than the model has embeddings for.
+        self.check_ids(tokens, "the prompt")
         return Prompt(tokens, text)

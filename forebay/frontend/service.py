@@ -64,6 +64,12 @@ class Service:
         if params.min_tokens > min(limits):
             message = f"min_tokens is {params.min_tokens}; at most {min(limits)} tokens are generated here"
             raise ApiError(400, message, "min_tokens", "invalid_value")
+        places = self.settings.max_running + self.settings.max_waiting
+        if len(prompts) * params.n > places:
+            message = (
+                f"{len(prompts)} prompts with n = {params.n} are {len(prompts) * params.n} sequences; at most {places} can run or wait"
+            )
+            raise ApiError(400, message, "n", "invalid_value")
         work = Work(
             request_id=f"{prefix}-{secrets.token_hex(12)}",
             prompts=tuple(prompts),

@@ -19,6 +19,9 @@ from forebay.models.errors import ModelError
 DTYPES = ("float32", "bfloat16", "float16")
 
 
+MAX_CONTEXT = 1 << 30
+
+
 @dataclass(frozen=True, slots=True)
 class Architecture:
     """How one Hugging Face architecture differs from Llama.
@@ -99,10 +102,15 @@ def load_config(path: Path) -> ModelConfig:
     Raises ModelError when the directory is no model, or is one that cannot be served.
     """
     path = Path(path)
-    raw = _read_json(path / "config.json")
+    where = str(path / "config.json")
     generation_path = path / "generation_config.json"
-    generation = _read_json(generation_path) if generation_path.exists() else {}
-    return parse_config(raw, generation, where=str(path / "config.json"))
+    try:
+        raw = _read_json(path / "config.json")
+        generation = _read_json(generation_path) if generation_path.exists() else {}
+        return parse_config(raw, generation, where)
+    except (AttributeError, TypeError, ValueError, KeyError, RecursionError, OverflowError) as error:
+        # A value of another type than any model has; which one, the error says better than a check of every field would.
+        raise ModelError(f"{where}: not a model's configuration ({type(error).__name__}: {error}); check the file") from error
 
 
 def parse_config(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
@@ -119,6 +127,8 @@ def parse_config(raw: Mapping[str, Any], generation: Mapping[str, Any], where: s
     heads = read.size("num_attention_heads")
     hidden_size = read.size("hidden_size")
     max_context = read.size("max_position_embeddings", architecture.max_context)
+    if max_context > MAX_CONTEXT:
+        raise ModelError(f"{where}: max_position_embeddings is {max_context}; at most {MAX_CONTEXT} is supported; check the file")
     head_dim = read.size("head_dim", architecture.head_dim or hidden_size // heads)
     _refuse_unsupported(raw, architecture, max_context, where)
     if head_dim % 2:
@@ -239,7 +249,7 @@ def _token_ids(key: str, generation: Mapping[str, Any], raw: Mapping[str, Any], 
     if value is None:
         return ()
     ids = value if isinstance(value, list) else [value]
-    if not all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
+    if not all(isinstance(token, int) and not isinstance(token, bool) and 0 <= token < 2**32 for token in ids):
         raise ModelError(f"{where}: {key} is {value!r}; it must be a token id or a list of them; check the file")
     return tuple(ids)
 

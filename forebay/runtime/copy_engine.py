@@ -7,8 +7,10 @@ torch releases the interpreter lock while it copies. A copy in memory cannot fai
 where the plan waits for it (loads) or ends the rank (backups), and rule R3 does the rest.
 """
 
+import os
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from queue import SimpleQueue
 
@@ -104,9 +106,13 @@ class CopyEngine:
     def _run_backups(self) -> None:
         while (backup := self._backups.get()) is not None:
             began = time.monotonic_ns()
-            for copy in backup.copies:
-                self._save_page(copy)
-            self._synchronize()
+            try:
+                for copy in backup.copies:
+                    self._save_page(copy)
+                self._synchronize()
+            except BaseException:  # nobody waits for a backup, so nobody else would notice
+                traceback.print_exc()
+                os._exit(1)
             self._ring.record(SpanKind.BACKUP, began, backup.transfer, len(backup.copies))
             self._saved(backup.transfer, len(backup.copies))
 

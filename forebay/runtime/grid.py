@@ -6,6 +6,7 @@ Every rank makes every group, in the order of the stages, also those that it is 
 world, and different orders on different ranks would wait for each other for ever (field report S7).
 """
 
+import socket
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -63,7 +64,18 @@ class Rendezvous:
     """Rank 0's side of the meeting point: a key-value server on a free port, alive as long as this object."""
 
     def __init__(self, place: Place) -> None:
-        self.store = TCPStore(LOOPBACK, 0, place.world, is_master=True, timeout=_JOIN_TIMEOUT, wait_for_workers=False)
+        # Given no socket, the store would listen on every address of the machine.
+        listener = socket.create_server((LOOPBACK, 0))
+        port = listener.getsockname()[1]
+        self.store = TCPStore(
+            LOOPBACK,
+            port,
+            place.world,
+            is_master=True,
+            timeout=_JOIN_TIMEOUT,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
 
     @property
     def address(self) -> str:

@@ -195,9 +195,16 @@ class PlannerProcess:
         self._tell_frontend(encode(self._planner.snapshot()))
 
     def _tell_frontend(self, frame: bytes) -> None:
-        """A frontend that has not connected yet has asked for nothing; one that is gone takes this process with it."""
-        with contextlib.suppress(zmq.ZMQError):
+        """A frontend that has not connected yet has asked for nothing. One that reads nothing any more cannot be served: nothing that
+        it waits for may be dropped silently, so this process ends, and the frontend with it."""
+        try:
             self._frontend.send_multipart((self._boot.frontend_identity, frame), zmq.NOBLOCK)
+        except zmq.Again:
+            _log(f"the frontend has not read {FRONTEND_QUEUE_FRAMES} messages; ending")
+            self._stopping = True
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
 
 
 def _frames(socket: "zmq.Socket[bytes]") -> list[tuple[bytes, bytes]]:

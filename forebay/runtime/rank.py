@@ -97,7 +97,7 @@ class LoadedRank:
         """
         pages = order.device_pages
         pool = self._pool(pages)
-        host = HostPool(pool, order.host_pages)
+        host = self._host_pool(pool, order.host_pages)
         copier = CopyEngine(pool, host, ring, saved)
         grid = join(self.place, self.device, self.rendezvous, order.rendezvous)
         self.stage.join(grid.tp_group)
@@ -114,10 +114,20 @@ class LoadedRank:
         )
         return ReadyRank(executor, copier, host, grid, warm_up(executor, self.boot.epoch))
 
+    def _host_pool(self, pool: KVPool, pages: int) -> HostPool:
+        try:
+            return HostPool(pool, pages)
+        except (MemoryError, OSError, OverflowError, ValueError) as error:
+            raise MemoryShortage(
+                f"no memory for {pages} host pages of {self.page_bytes} bytes ({pages * self.page_bytes // _MIB} MiB) "
+                f"on rank {self.place.rank}; give less with --host-memory"
+            ) from error
+
     def _limits(self, pages: int) -> Limits:
         boot = self.boot
         # One entry more than the context needs: the last token may open a page before the request ends.
-        table_pages = -(-boot.max_context // boot.page_size) + 1
+        # No request has more pages than there are.
+        table_pages = min(-(-boot.max_context // boot.page_size), pages) + 1
         return Limits(boot.max_running, pages, boot.page_size, table_pages, boot.max_plan_tokens, self.config.vocab_size)
 
     def _pool(self, pages: int) -> KVPool:

@@ -8,8 +8,10 @@ Every rank is a child of the planner's process and ends with it. A rank's death 
 
 import contextlib
 import os
+import select
 import signal
 import subprocess
+import time
 from dataclasses import dataclass
 
 import zmq
@@ -36,6 +38,7 @@ from forebay.runtime.spawn import spawn_worker
 HELLO_S = 120.0  # an interpreter that imports torch from a cold disk
 START_SILENCE_S = 60.0  # loading may keep a rank from its heartbeat for a while
 END_S = 3.0
+DEATH_S = 0.2
 
 
 @dataclass(slots=True)
@@ -98,7 +101,7 @@ class Ranks:
             case PlanDone() | TransferDone() | FetchProgress() | StoreDone() | Heartbeat():
                 return message if self._started else None
             case Fault():
-                return self._fault(f"rank {rank}: {message.text}")
+                return self._fault(f"rank {rank}: {message.text}", message.hopeless)
         return None
 
     def watch(self, now: float) -> GridLost | None:
@@ -124,13 +127,14 @@ class Ranks:
 
     def end(self, reason: str, plans: "zmq.Socket[bytes]", grace_s: float) -> None:
         """End all processes: in good order if they do within ``grace_s``, else by force. Returns when none is left."""
-        if grace_s:
+        if self._started:  # a rank that loads reads no Stop
+            deadline = time.monotonic() + grace_s
             for rank in self._ranks:
                 with contextlib.suppress(zmq.ZMQError):
                     plans.send_multipart((rank.plan_identity, encode(Stop(self.epoch, reason))), zmq.NOBLOCK)
             for rank in self._ranks:
                 with contextlib.suppress(subprocess.TimeoutExpired):
-                    rank.process.wait(grace_s)
+                    rank.process.wait(max(deadline - time.monotonic(), 0))
         for rank in self._ranks:
             rank.process.kill()
         for rank in self._ranks:
@@ -166,13 +170,15 @@ class Ranks:
     def _host_pages(self) -> int:
         return min(rank.loaded.host_pages for rank in self._ranks if rank.loaded is not None)
 
-    def _fault(self, said: str) -> GridLost:
-        """A rank that was killed explains what its neighbours complain of; alone, a complaint of the start would only come again."""
+    def _fault(self, said: str, hopeless: bool) -> GridLost:
+        """What a rank complains of, unless a neighbour's death explains it: its sockets close a moment before it counts as dead."""
+        if not hopeless:
+            select.select(self.pidfds, (), (), DEATH_S)
         for index, rank in enumerate(self._ranks):
             code = rank.process.poll()
             if code is not None and code < 0:
                 return GridLost(self.epoch, f"rank {index} (process {rank.process.pid}) {_ending(code)}")
-        return GridLost(self.epoch, said, hopeless=not self._started)
+        return GridLost(self.epoch, said, hopeless, faulted=True)
 
 
 def _for_rank(worker: WorkerBoot, rank: int, epoch: int, endpoints: Endpoints, plan_identity: bytes, io_identity: bytes) -> WorkerBoot:

@@ -185,7 +185,8 @@ class Sampler:
         sums = largest.cumsum(dim=-1, dtype=torch.float64)
         if bool((sums[:, -1:] < needed).any()):
             return _share_floor(weights, share)
-        return largest.gather(1, torch.searchsorted(sums, needed))
+        # A row that is not finite (a model's own NaN) has no such place: its last candidate is as good as any.
+        return largest.gather(1, torch.searchsorted(sums, needed).clamp_(max=sums.shape[1] - 1))
 
     def _logprobs(self, logits: Tensor, tokens: list[int], slots: list[_Slot]) -> list[TokenLogprobs | None]:
         """Of the chosen token and the most likely ones, for the rows that ask; log-softmax in float32 over raw logits."""

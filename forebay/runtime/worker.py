@@ -45,7 +45,8 @@ from forebay.runtime.worker_io import WorkerIo, connect
 from forebay.store.backends.open import StoreURLError
 
 # Errors that say themselves, in one line, what is wrong and what to do.
-_CLEAR = (DeviceError, ModelError, MemoryShortage, PlanError, LinkError, StoreURLError)
+_HOPELESS = (DeviceError, ModelError, MemoryShortage, StoreURLError)
+_CLEAR = (*_HOPELESS, PlanError, LinkError)
 
 
 class Worker:
@@ -135,7 +136,8 @@ class Worker:
         if not isinstance(error, _CLEAR):
             traceback.print_exception(error)
             text = f"{type(error).__name__}: {error}"
-        self._send(Fault(self._boot.epoch, self._boot.rank, self._io.applied, " ".join(text.split())))
+        hopeless = isinstance(error, _HOPELESS)
+        self._send(Fault(self._boot.epoch, self._boot.rank, self._io.applied, " ".join(text.split()), hopeless))
         self._dump(self._boot.flight_dir, text)
         self._io.stop()
         self._close()

@@ -83,12 +83,24 @@ def test_a_page_being_saved_is_not_evicted_from_the_device() -> None:
     flush_device(desk)
 
 
-def test_without_a_host_page_a_backup_stays_wanted_and_is_tried_again() -> None:
+def test_a_page_never_takes_its_own_parents_host_page_and_others_pass_it() -> None:
     desk = make_desk(host_pages=2)
     plans = run(desk, desk.submit("a", PROMPT, max_tokens=1))
-    assert [len(plan.backup.copies) if plan.backup else 0 for plan in plans] == [2, 0], "its own parent is not what makes room"
+    assert [len(plan.backup.copies) if plan.backup else 0 for plan in plans] == [2, 0], "a's third page finds no room and waits"
     (plan,) = run(desk, desk.submit("b", [50, 51, 52, 53], max_tokens=1))
-    assert plan.backup is None, "what is deeper waits behind it"
+    assert plan.backup is not None and len(plan.backup.copies) == 1, "b's page takes that of a's leaf"
+
+
+def test_a_hot_prefix_longer_than_the_host_neither_blocks_the_queue_nor_lets_it_grow() -> None:
+    desk = make_desk(pages=24, host_pages=3)
+    hot = list(range(1, 18))
+    saved = 0
+    for round in range(40):
+        run(desk, desk.submit(f"hot{round}", hot, max_tokens=1))
+        plans = run(desk, desk.submit(f"own{round}", [100 + round] * 9, max_tokens=1))
+        saved += sum(len(plan.backup.copies) for plan in plans if plan.backup)
+    assert len(desk.planner.replica.backups._wanted) <= 24, "only what is still on the device waits"
+    assert saved > 0, "others are saved although the hot prefix finds no room"
 
 
 def test_selective_backup_waits_for_the_second_hit() -> None:

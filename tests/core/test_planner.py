@@ -4,6 +4,7 @@ import pytest
 
 from forebay.core.messages import (
     Abort,
+    CancelFlush,
     FinishReason,
     Flush,
     GridState,
@@ -252,6 +253,34 @@ def test_r3_restarts_without_progress_are_bounded_and_then_said(desk: Desk) -> N
     assert desk.finish("b") is FinishReason.ERROR and "again" in desk.outputs[-1].message
 
 
+def test_r3_a_grid_that_is_lost_while_it_stands_idle_may_be_lost_again_and_again(desk: Desk) -> None:
+    for epoch in range(1, 10):
+        desk.step(GridLost(epoch, "killed"))
+        desk.step(GridReady(epoch + 1, 32, 0.001))
+    assert desk.planner.state is GridState.READY
+
+
+def test_a_request_that_ranks_fail_at_is_given_up_and_the_others_finish(desk: Desk) -> None:
+    """One poisonous request must not take the server with it: suspects run alone, and what fails alone twice is ended."""
+    desk.submit("poison", [1, 2], max_tokens=2)
+    plans = desk.submit("good", [3, 4], max_tokens=2) or desk.plans[-1:]
+    epoch = 1
+    for _ in range(8):
+        if not plans:
+            break
+        plan = plans.pop(0)
+        names = {request.request_id for record in desk.planner.replica.in_flight for request in record.requests}
+        if "poison" in names:
+            desk.step(GridLost(epoch, "ValueError", faulted=True))
+            epoch += 1
+            plans = desk.step(GridReady(epoch, 32, 0.001))
+        else:
+            plans += desk.run(plan)
+    assert desk.finish("poison") is FinishReason.ERROR
+    assert desk.finish("good") is FinishReason.LENGTH and len(desk.tokens("good")) == 2
+    assert desk.planner.state is GridState.READY
+
+
 def test_a_hopeless_start_fails_at_once_and_a_killed_rank_is_started_again() -> None:
     desk = make_desk()
     for hopeless, state in ((True, GridState.FAILED), (False, GridState.STARTING)):
@@ -307,6 +336,15 @@ def test_a_flush_at_its_time_says_what_is_busy(desk: Desk) -> None:
     desk.now = 1.0
     effects = desk.planner.step(desk.now)
     assert "1 running requests" in effects.flushed[0].busy[0]
+
+
+def test_a_flush_that_nobody_waits_for_any_more_holds_up_nobody(desk: Desk) -> None:
+    (plan,) = desk.submit("a", PROMPT, max_tokens=1)
+    desk.step(Flush(1, ("device",), 600.0))
+    desk.submit("b", [1, 2], max_tokens=1)
+    assert len(desk.planner.replica.running) == 1
+    desk.step(CancelFlush(1))
+    assert len(desk.planner.replica.running) == 2 and plan.number == 1
 
 
 def test_aborting_everywhere_brings_pages_back_to_baseline(desk: Desk) -> None:

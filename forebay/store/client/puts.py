@@ -25,8 +25,8 @@ from forebay.store.wire.messages import (
 )
 
 BATCH_BYTES = 32 << 20
-WRITE_TRIES = 5
-WRITE_PAUSE_S = 0.03  # a holder that has just registered serves a moment after its master says so
+WRITE_TRIES = 20
+WRITE_PAUSE_S = 0.05  # a holder that has just registered serves a moment after its master says so
 
 
 @dataclass(slots=True, eq=False)
