@@ -64,6 +64,10 @@ def test_end_tokens_as_int_list_and_from_the_generation_config(read):
     [
         ({"architectures": ["MambaForCausalLM"]}, "architecture 'MambaForCausalLM' is not supported; allowed: LlamaForCausalLM"),
         ({"architectures": "absent"}, "architecture None"),
+        ({"rope_scaling": "linear"}, "not a model's configuration"),
+        ({"rope_parameters": [1]}, "not a model's configuration"),
+        ({"eos_token_id": 2**70}, "eos_token_id"),
+        ({"max_position_embeddings": 2**40}, "max_position_embeddings is"),
         ({"hidden_size": "absent"}, "hidden_size is None"),
         ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
         ({"num_key_value_heads": 3}, "4 heads cannot share 3"),
@@ -95,7 +99,7 @@ def test_windows_that_never_bite_are_accepted(read):
     read(architectures=["MistralForCausalLM"], sliding_window=256, num_key_value_heads=2)
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff\xfe\x00"])
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff\xfe\x00", b"[" * 100_000])
 def test_damaged_file(tmp_path, content):
     (tmp_path / "config.json").write_bytes(content)
     with pytest.raises(ModelError, match=r"config\.json"):

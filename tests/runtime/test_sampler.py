@@ -182,6 +182,18 @@ def test_end_tokens_wait_for_min_tokens() -> None:
         assert sample([Case(logits, params, [1], output)]) == [expected]
 
 
+@pytest.mark.parametrize("value", [math.inf, -math.inf])  # inside, both become NaN
+def test_a_row_that_is_not_finite_gets_some_token_and_its_neighbours_the_right_ones(value: float) -> None:
+    """A model that computes NaN must not end the rank, and with it everybody's requests."""
+    broken = np.full(VOCAB, value, np.float32)
+    sound = np.zeros(VOCAB, np.float32)
+    sound[5] = 50
+    params = [SamplingParams(seed=1, top_p=0.9), SamplingParams(seed=1, top_k=3, min_p=0.1), SamplingParams(temperature=0.0)]
+    for one in params:
+        tokens = sample([Case(broken, one, [1], []), Case(sound, one, [1], [])])
+        assert 0 <= tokens[0] < VOCAB and tokens[1] == 5
+
+
 def test_counts_follow_a_text_over_chunks_and_forget_it_with_the_slot() -> None:
     sampler = Sampler(VOCAB, torch.device("cpu"))
     params = SamplingParams(temperature=0.0, frequency_penalty=1.0, repetition_penalty=2.0)
