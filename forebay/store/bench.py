@@ -30,6 +30,7 @@ from forebay.store.wire.messages import Tier
 
 Bytes = npt.NDArray[np.uint8]
 WAIT_S = 120.0
+SETTLE_S = 1.5  # the segment's pages are being mapped in the background meanwhile
 _UP = "from forebay.cli.store import app; app(prog_name='forebay store')"
 
 
@@ -77,6 +78,7 @@ def store_process(*args: str) -> Iterator[str]:
         url = str(json.loads(line)["url"])
         with StoreClient.connect(url) as client:
             wait_until(lambda: client.stats().holders_usable == 1, "the store serves")
+        time.sleep(SETTLE_S)
         yield url
     finally:
         child.terminate()

@@ -135,14 +135,6 @@ class Channel:
             wait_until = deadline if patience_s is None else min(deadline, time.monotonic() + patience_s)
             ready += self._receive(view[ready:], wait_until, socket.MSG_WAITALL)
 
-    def skip(self, count: int, deadline: float) -> None:
-        """Read ``count`` bytes of payload that nobody wants."""
-        sink = np.empty(min(count, 1 << 20), np.uint8)
-        while count > 0:
-            some = sink[: min(count, len(sink))]
-            self.receive_into(some, deadline)
-            count -= len(some)
-
     def close(self) -> None:
         self._socket.close()
 

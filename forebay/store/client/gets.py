@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from forebay.store.backend import Status
 from forebay.store.client.channel import Bytes, Channel, ChannelError
-from forebay.store.client.holders import STAGING_BYTES, HolderPeer, Holders, LocalChannel
+from forebay.store.client.holders import REGION_BYTES, REGIONS, HolderPeer, Holders, LocalChannel
 from forebay.store.holder.log.record import padded
 from forebay.store.wire.frames import decode_holder_to_client, encode
 from forebay.store.wire.messages import (
@@ -31,8 +31,6 @@ from forebay.store.wire.messages import (
 
 FAILOVER_S = 0.25
 LEASE_MARGIN_S = 0.1
-REGIONS = 4
-REGION_BYTES = STAGING_BYTES // REGIONS
 
 
 @dataclass(slots=True, eq=False)

@@ -22,7 +22,9 @@ from forebay.store.wire.frames import PREFIX, FrameError, decode_opening, encode
 from forebay.store.wire.messages import Challenge, HolderEntry, HolderTable, Refused, Role, Welcome
 
 MAX_IDLE_CHANNELS = 16
-STAGING_BYTES = 32 << 20
+REGIONS = 4  # of staging memory: while one is copied by us, the holder works on others
+REGION_BYTES = 8 << 20
+STAGING_BYTES = REGIONS * REGION_BYTES
 REFRESH_EVERY_S = 0.02
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from forebay.store.backend import Status
 from forebay.store.client.channel import Bytes, Channel, ChannelError
-from forebay.store.client.holders import STAGING_BYTES, Holders, LocalChannel
+from forebay.store.client.holders import REGION_BYTES, REGIONS, Holders, LocalChannel
 from forebay.store.crc import crc32c
 from forebay.store.wire.frames import decode_holder_to_client, decode_master_to_client, encode
 from forebay.store.wire.messages import (
@@ -100,7 +100,7 @@ class Putter:
             if peer is None:
                 return [Status.UNAVAILABLE] * len(pieces)
             with peer.pool.lease(self._deadline) as channel:
-                if isinstance(channel, LocalChannel) and all(piece.length <= STAGING_BYTES for piece in pieces):
+                if isinstance(channel, LocalChannel) and all(piece.length <= REGION_BYTES for piece in pieces):
                     return self._hand_over(channel, pieces, sources)
                 total = sum(piece.length for piece in pieces)
                 channel.send(encode(Write(channel.new_call(), pieces), total), sources, self._deadline)
@@ -111,20 +111,39 @@ class Putter:
             return [Status.UNAVAILABLE] * len(pieces)
 
     def _hand_over(self, channel: LocalChannel, pieces: list[Piece], sources: list[Bytes]) -> list[Status]:
-        """Copy into the staging memory that the holder has mapped, as much at a time as fits it."""
-        codes: list[Status] = []
+        """Through the staging memory that the holder has mapped, in regions: it copies out of one while we fill the next."""
+        codes = [Status.UNAVAILABLE] * len(pieces)
+        free = [number * REGION_BYTES for number in range(REGIONS)]
+        under_way: dict[int, tuple[int, int, int]] = {}  # call -> begin of its region, first piece, one behind its last
         start = 0
         while start < len(pieces):
-            at, places, stop = 0, [], start
-            while stop < len(pieces) and at + pieces[stop].length <= STAGING_BYTES:
+            if not free:
+                free.append(self._take_codes(channel, under_way, codes))
+            begin = free.pop()
+            at, stop, places = begin, start, []
+            while stop < len(pieces) and at + pieces[stop].length <= begin + REGION_BYTES:
                 places.append(at)
                 channel.staging[at : at + pieces[stop].length] = sources[stop]
                 at += pieces[stop].length
                 stop += 1
-            channel.send(encode(CopyIn(channel.new_call(), pieces[start:stop], places)), (), self._deadline)
-            codes += self._codes(channel, stop - start)
+            call = channel.new_call()
+            under_way[call] = (begin, start, stop)
+            channel.send(encode(CopyIn(call, pieces[start:stop], places)), (), self._deadline)
             start = stop
+        while under_way:
+            self._take_codes(channel, under_way, codes)
         return codes
+
+    def _take_codes(self, channel: LocalChannel, under_way: dict[int, tuple[int, int, int]], codes: list[Status]) -> int:
+        """The answer to whichever CopyIn is done first; where its region begins, which is free again."""
+        answer, _ = channel.receive(decode_holder_to_client, self._deadline)
+        if not isinstance(answer, Codes) or answer.call not in under_way:
+            raise ChannelError("codes were due")
+        begin, start, stop = under_way.pop(answer.call)
+        if len(answer.codes) != stop - start:
+            raise ChannelError("codes were due")
+        codes[start:stop] = [Status(code) for code in answer.codes]
+        return begin
 
     def _codes(self, channel: Channel, count: int) -> list[Status]:
         answer, _ = channel.receive(decode_holder_to_client, self._deadline)

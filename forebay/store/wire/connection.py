@@ -23,7 +23,7 @@ from forebay.store.wire.frames import (
     encode,
     read_prefix,
 )
-from forebay.store.wire.messages import Challenge, Hello, Message, Refused, Role, Welcome
+from forebay.store.wire.messages import Challenge, Hello, Message, Refused, Welcome
 
 SCRATCH_BYTES = 64 << 10
 OPENING_S = 5.0
@@ -259,10 +259,6 @@ class Connection(asyncio.BufferedProtocol):
 
     def _allow(self, count: int) -> None:
         self._deadline = time.monotonic() + FRAME_S + count / FRAME_BYTES_PER_S
-
-
-def is_client(connection: Connection) -> bool:
-    return connection.peer is not None and connection.peer.role is Role.CLIENT
 
 
 async def watch(registry: dict[int, Connection], every_s: float = 1.0) -> None:
