@@ -1,9 +1,9 @@
 """Store URLs (docs/STORE.md): ``embedded[:DIR][?dram=SIZE&ssd=SIZE]``, ``forebay://HOST:PORT``, ``file:DIR[?size=SIZE&free=SIZE]``."""
 
+import re
 from pathlib import Path
 from urllib.parse import parse_qsl
 
-from forebay.settings import SettingsError, parse_size
 from forebay.store.address import AddressError
 from forebay.store.backend import PageStore
 from forebay.store.backends.directory import DirectoryStore
@@ -14,6 +14,7 @@ from forebay.store.client.store import StoreClient
 
 DEFAULT_FILE_BYTES = 8 << 30
 DEFAULT_FREE_BYTES = 1 << 30
+_SHIFTS = {None: 0, "Ki": 10, "Mi": 20, "Gi": 30, "Ti": 40}
 _FORMS = "embedded[:DIR], forebay://HOST:PORT, file:DIR or none"
 
 
@@ -36,16 +37,19 @@ def open_store(url: str, tenant: str = "default", secret: str | Path | None = No
             return DirectoryStore(Path(name.removeprefix("file:")), sizes["size"], sizes["free"])
         if name.startswith("forebay://") and not query:
             return ForebayStore(StoreClient.connect(name, tenant, secret, prefetch=PrefetchOptions(enabled=True)))
-    except (AddressError, OSError, SettingsError) as error:
+    except (AddressError, OSError) as error:
         raise StoreURLError(f"store {url!r}: {error}") from error
     raise StoreURLError(f"{url!r} is no store; allowed: {_FORMS}")
 
 
 def _sizes(query: str, known: dict[str, int]) -> dict[str, int]:
-    """The sizes of a query string over defaults. Raises ``StoreURLError`` for an unknown name, ``SettingsError`` for a bad size."""
+    """The sizes of a query string over defaults. Raises ``StoreURLError`` for an unknown name or a bad size."""
     sizes = dict(known)
     for name, value in parse_qsl(query, keep_blank_values=True):
         if name not in known:
             raise StoreURLError(f"unknown store option {name!r}; allowed: {', '.join(known)}")
-        sizes[name] = parse_size(value)
+        match = re.fullmatch(r"(\d+)([KMGT]i)?B?", value)
+        if match is None or not int(match[1]):
+            raise StoreURLError(f"store option {name}={value!r} is no size; write it as 512MiB, 8GiB or a number of bytes above 0")
+        sizes[name] = int(match[1]) << _SHIFTS[match[2]]
     return sizes
