@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from store_cluster import cluster, wait_for
 
 from forebay.store.backend import GetItem, PageStore, PutItem, Status
 from forebay.store.backends import StoreURLError, open_store
 from forebay.store.backends.directory import DirectoryStore
 from forebay.store.backends.embedded import EmbeddedStore
 from forebay.store.backends.forebay import ForebayStore
+from tests.store.store_cluster import cluster, wait_for
 
 PAGE = 70_000
 T = 10.0

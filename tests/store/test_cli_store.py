@@ -5,11 +5,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from store_cluster import wait_for
-from store_process import Farm, Process, farm
 from typer.testing import CliRunner, Result
 
 from forebay.cli.store import app
+from tests.store.store_cluster import wait_for
+from tests.store.store_process import Farm, Process, farm
 
 
 def run(*args: str) -> Result:

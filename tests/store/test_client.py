@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from store_cluster import Cluster, cluster, wait_for
-from test_log import FailingFiles
 
 from forebay.store import AsyncStoreClient, Status, StoreClient
 from forebay.store.client.prefetcher import PrefetchOptions
@@ -17,6 +15,8 @@ from forebay.store.holder.writer import Fsync
 from forebay.store.master.records import MasterConfig
 from forebay.store.wire import auth
 from forebay.store.wire.messages import Tier
+from tests.store.store_cluster import Cluster, cluster, wait_for
+from tests.store.test_log import FailingFiles
 
 MIB = 1 << 20
 MEMORY, SSD = Tier.MEMORY, Tier.SSD

@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from store_cluster import cluster, wait_for
-from store_process import Farm, farm
 
 from forebay.store import Status, StoreClient
 from forebay.store.master import server as master_server
 from forebay.store.master.records import MasterConfig
+from tests.store.store_cluster import cluster, wait_for
+from tests.store.store_process import Farm, farm
 
 SIZE = 200_000
 RECOVERY_S = 5.0

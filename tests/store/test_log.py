@@ -10,7 +10,6 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from store_cluster import wait_for
 
 from forebay.store.crc import crc32c
 from forebay.store.holder.log.files import Directory, Lock, aligned_buffer
@@ -20,6 +19,7 @@ from forebay.store.holder.log.scan import Damage, Found, scan
 from forebay.store.holder.memory import Entry
 from forebay.store.holder.writer import Append, BuryJob, Fsync, LogWriter, Report
 from forebay.store.wire.messages import Grave
+from tests.store.store_cluster import wait_for
 
 MIB = 1 << 20
 TENANT = "t"

@@ -1,7 +1,6 @@
 """The master's rules, told as short stories against the sans-IO machine (DESIGN 5, S1 to S7; FIELD_REPORTS E, V, N, H)."""
 
 import pytest
-from store_fakes import FakeHolder, World
 
 from forebay.store.backend import Status
 from forebay.store.master.machine import FromHolder, Ticked
@@ -32,6 +31,7 @@ from forebay.store.wire.messages import (
     StoreStats,
     Tier,
 )
+from tests.store.store_fakes import FakeHolder, World
 
 PAGE = 1 << 10
 OK, EXISTS, NOT_FOUND, UNAVAILABLE = Status.OK, Status.EXISTS, Status.NOT_FOUND, Status.UNAVAILABLE

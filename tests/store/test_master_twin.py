@@ -8,7 +8,6 @@ import pytest
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
-from store_fakes import FakeHolder, World
 
 from forebay.store.backend import Status
 from forebay.store.master import burial, reads
@@ -29,6 +28,7 @@ from forebay.store.wire.messages import (
     Remove,
     Tier,
 )
+from tests.store.store_fakes import FakeHolder, World
 
 LENGTHS = (1000, 5000)
 KEYS = [b"k%d" % index for index in range(8)]

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from store_cluster import Cluster, cluster, wait_for
 
 from forebay.store import Status
 from forebay.store.wire import auth, connection, frames
@@ -37,6 +36,7 @@ from forebay.store.wire.messages import (
     Tier,
     Write,
 )
+from tests.store.store_cluster import Cluster, cluster, wait_for
 
 GOLDEN: list[tuple[Message, str]] = [
     (Exists(1, [b"k"]), "010000000d000000000000000000000093a64578697374730191c4016b"),
