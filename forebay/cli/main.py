@@ -15,7 +15,7 @@ from forebay.settings import SettingsError
 
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
-_LATER_COMMANDS = ("bench", "timeline", "doctor")
+_LATER_COMMANDS = ("timeline", "doctor")
 
 app = typer.Typer(
     name="forebay",
@@ -114,6 +114,17 @@ def store(context: typer.Context) -> None:
     from forebay.cli.store import app as store_app  # heavy, and needed by nothing else
 
     status = store_app(context.args, prog_name="forebay store", standalone_mode=False)
+    raise typer.Exit(status if isinstance(status, int) else 0)
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def bench(context: typer.Context, what: Annotated[str, typer.Argument(help="store", show_default=False)]) -> None:
+    """Measure beside the machine's floors in the same run. `forebay store bench --help` lists the options of `bench store`."""
+    if what != "store":
+        raise UserError(f"not available yet: forebay bench {what}; allowed: store")
+    from forebay.cli.store import app as store_app
+
+    status = store_app(["bench", *context.args], prog_name="forebay", standalone_mode=False)
     raise typer.Exit(status if isinstance(status, int) else 0)
 
 
