@@ -14,6 +14,7 @@ LAYERS = {
     "sim": {"core", "store", "observe"},
     "runtime": {"core", "observe", "store", "models", "settings"},
     "frontend": {"core", "observe", "models", "runtime", "settings"},
+    "bench": {"core", "observe", "models", "runtime", "store", "sim", "frontend", "settings"},
     "cli": {"core", "observe", "models", "runtime", "store", "sim", "frontend", "bench", "settings"},
     "settings": {"core"},
     "__init__": {"core", "frontend"},

@@ -117,15 +117,43 @@ def store(context: typer.Context) -> None:
     raise typer.Exit(status if isinstance(status, int) else 0)
 
 
-@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
-def bench(context: typer.Context, what: Annotated[str, typer.Argument(help="store", show_default=False)]) -> None:
-    """Measure beside the machine's floors in the same run. `forebay store bench --help` lists the options of `bench store`."""
-    if what != "store":
-        raise UserError(f"not available yet: forebay bench {what}; allowed: store")
+bench = typer.Typer(help="Measure beside peers and the machine's floors in the same run.", no_args_is_help=True)
+app.add_typer(bench, name="bench")
+
+
+@bench.command("engine")
+@takes_settings
+def bench_engine(
+    settings: dict[str, Any],
+    model: Model,
+    config: ConfigFile = None,
+    peer: Annotated[str | None, typer.Option(help="also measure this one on the same weights: transformers")] = None,
+    repeat: Annotated[int, typer.Option(min=1, help="interleaved rounds; the median is reported")] = 3,
+    json: Json = False,
+) -> None:
+    """Measure time to first token, decode and throughput of the whole engine."""
+    from forebay.cli.bench import run_bench_engine
+
+    run_bench_engine(model, settings, config, peer, repeat, json)
+
+
+@bench.command("store", context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
+def bench_store(context: typer.Context) -> None:
+    """Measure the store: puts, gets, exists, and prefetch on exist."""
     from forebay.cli.store import app as store_app
 
     status = store_app(["bench", *context.args], prog_name="forebay", standalone_mode=False)
     raise typer.Exit(status if isinstance(status, int) else 0)
+
+
+def _refuse_bench(what: str) -> None:
+    @bench.command(what, hidden=True, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+    def refused(_: typer.Context) -> None:
+        raise UserError(f"not available yet: forebay bench {what}; `forebay bench --help` lists what is")
+
+
+for _what in ("ttft", "tree"):
+    _refuse_bench(_what)
 
 
 def _refuse_command(name: str) -> None:

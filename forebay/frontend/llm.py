@@ -194,7 +194,8 @@ class _Host:
         self._engine = Engine(self._planner)
         await self._engine.wait_ready()
         # More at once than may wait would be refused by the planner.
-        self._places = asyncio.Semaphore(max(1, self.settings.max_waiting // MAX_N))
+        self._places = asyncio.Semaphore(max(MAX_N, self.settings.max_waiting))
+        self._entry = asyncio.Lock()
 
     async def submit(self, prompt: PromptInput, params: SamplingParams) -> Generation:
         assert self._engine is not None
@@ -233,9 +234,15 @@ class _Host:
             self._planner.stop(STOP_S)
 
     async def _run(self, prompt: PromptInput, params: SamplingParams) -> RequestOutput:
-        async with self._places:
+        async with self._entry:  # one at a time, so that two with n > 1 never hold each other's places
+            for _ in range(params.n):
+                await self._places.acquire()
+        try:
             with await self.submit(prompt, params) as generation:
                 results = await collect(generation)
+        finally:
+            for _ in range(params.n):
+                self._places.release()
         cached = generation.cached
         ready = generation.work.prompts[0]
         return RequestOutput(

@@ -1,0 +1,1 @@
+"""Measurements: programs, never timed tests. Claims are ratios from one interleaved run."""

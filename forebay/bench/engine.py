@@ -1,0 +1,210 @@
+"""`forebay bench engine MODEL`: the whole engine, from prompt to token, beside a peer and the machine's floors in the same run.
+
+Rounds are interleaved: in each, every figure is taken once from Forebay and once from the peer, on the same weights, dtype and
+number of threads; the median over rounds is reported. Prompts are random token ids, fresh for each cold figure, so nothing is
+cached by chance.
+
+    cold_ttft    one prompt that nothing has seen: until its first token, ms
+    hit_ttft     the same prompt again; the peer's figure is its *cold* one, since it keeps nothing between calls
+    decode       ms a token for ``batch`` sequences at a context of 512, prefill not counted
+    throughput   ``batch`` prompts at once, ``tokens`` in (and 64 out where batch is 4): tokens in (or out) a second
+"""
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from forebay.core.sampling import SamplingParams
+from forebay.frontend.llm import LLM
+from forebay.models.config import load_config
+from forebay.models.resolve import ResolvedModel, resolve_model
+from forebay.settings import DType, Settings
+
+COLD_TOKENS = (512, 2048, 4096)
+HIT_TOKENS = 2048
+DECODE_CONTEXT = 512
+DECODE_STEPS = 32
+DECODE_BATCHES = (1, 4)
+PREFILL_BATCH, PREFILL_TOKENS = 8, 1024
+MIXED_BATCH, MIXED_TOKENS, MIXED_OUT = 4, 512, 64
+FIRST_TOKEN_ID = 300  # below may be special tokens
+MATMUL_SIZE = 1536
+COPY_BYTES = 256 << 20
+
+Prompts = list[list[int]]
+
+
+class BenchError(Exception):
+    """The measurement cannot be made or is not valid. One line."""
+
+
+class Engine(Protocol):
+    """What is measured: greedy tokens for prompts that run at the same time."""
+
+    def generate(self, prompts: Prompts, tokens: int) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One figure. ``of_peer_too``: the peer runs it as well; otherwise its figure is that of another case."""
+
+    what: str
+    tokens: int
+    batch: int
+    unit: str
+    measure: Callable[[Engine, random.Random], float]
+    peer_case: str = ""
+
+    @property
+    def name(self) -> str:
+        return f"{self.what}/{self.tokens}x{self.batch}"
+
+
+@dataclass(slots=True)
+class _Samples:
+    forebay: list[float] = field(default_factory=list)
+    peer: list[float] = field(default_factory=list)
+
+
+def run(model: str, settings: Settings, peer: str | None, rounds: int, say: Callable[[str], None]) -> dict[str, Any]:
+    """The result document of INTERFACES. Raises ``BenchError``, and what a start of the engine raises."""
+    resolved = resolve_model(model)
+    config = load_config(resolved.path)
+    longest = min(config.max_context, settings.max_context or config.max_context)
+    cases = [case for case in _cases(config.vocab_size) if case.tokens + MIXED_OUT < longest]
+    threads = settings.pp * settings.tp * (settings.threads_per_rank or 1)
+    samples = {case.name: _Samples() for case in cases}
+    other = _peer(peer, resolved, settings, config.dtype, threads)
+    with LLM.from_settings(model, settings) as llm:
+        ours = _Forebay(llm)
+        _warm_up(ours, other)
+        for number in range(rounds):
+            for case in cases:
+                say(f"round {number + 1} of {rounds}: {case.name}")
+                seed = f"{number}/{case.name}"
+                samples[case.name].forebay.append(case.measure(ours, random.Random(seed)))
+                if other is not None and not case.peer_case:
+                    samples[case.name].peer.append(case.measure(other, random.Random(seed)))
+    rows = [_row(case, samples) for case in cases]
+    about = {"model": resolved.name, "pp": settings.pp, "tp": settings.tp, "threads": threads, "rounds": rounds, "peer": peer}
+    about["dtype"] = config.dtype if settings.dtype is DType.AUTO else settings.dtype.value
+    return {"config": about, "floors": _floors(threads), "rows": rows}
+
+
+def _cases(vocab_size: int) -> list[Case]:
+    def fresh(dice: random.Random, count: int, tokens: int) -> Prompts:
+        return [[dice.randrange(FIRST_TOKEN_ID, vocab_size) for _ in range(tokens)] for _ in range(count)]
+
+    def cold(tokens: int) -> Callable[[Engine, random.Random], float]:
+        return lambda engine, dice: 1000 * _seconds(lambda prompts: engine.generate(prompts, 1), fresh(dice, 1, tokens))
+
+    def hit(engine: Engine, dice: random.Random) -> float:
+        prompts = fresh(dice, 1, HIT_TOKENS)
+        engine.generate(prompts, 1)
+        return 1000 * _seconds(lambda prompts: engine.generate(prompts, 1), prompts)
+
+    def decode(batch: int) -> Callable[[Engine, random.Random], float]:
+        def measure(engine: Engine, dice: random.Random) -> float:
+            prompts = fresh(dice, batch, DECODE_CONTEXT)
+            engine.generate(prompts, 1)  # where there is a cache, prefill is over in both
+            short = _seconds(lambda prompts: engine.generate(prompts, 1), prompts)
+            long = _seconds(lambda prompts: engine.generate(prompts, 1 + DECODE_STEPS), prompts)
+            return 1000 * (long - short) / DECODE_STEPS
+
+        return measure
+
+    def throughput(batch: int, tokens: int, out: int) -> Callable[[Engine, random.Random], float]:
+        counted = batch * (tokens if out == 1 else out)
+        return lambda engine, dice: counted / _seconds(lambda prompts: engine.generate(prompts, out), fresh(dice, batch, tokens))
+
+    return [
+        *(Case("cold_ttft", tokens, 1, "ms", cold(tokens)) for tokens in COLD_TOKENS),
+        Case("hit_ttft", HIT_TOKENS, 1, "ms", hit, peer_case=f"cold_ttft/{HIT_TOKENS}x1"),
+        *(Case("decode", DECODE_CONTEXT, batch, "ms", decode(batch)) for batch in DECODE_BATCHES),
+        Case("throughput", PREFILL_TOKENS, PREFILL_BATCH, "tok/s", throughput(PREFILL_BATCH, PREFILL_TOKENS, 1)),
+        Case("throughput", MIXED_TOKENS, MIXED_BATCH, "tok/s", throughput(MIXED_BATCH, MIXED_TOKENS, MIXED_OUT)),
+    ]
+
+
+def _row(case: Case, samples: dict[str, _Samples]) -> dict[str, Any]:
+    own = statistics.median(samples[case.name].forebay)
+    others = samples[case.peer_case or case.name].peer
+    peer = statistics.median(others) if others else None
+    ratio = own / peer if peer else None
+    row = {"what": case.what, "tokens": case.tokens, "batch": case.batch, "forebay": own, "peer": peer, "ratio": ratio}
+    return {**row, "unit": case.unit, "samples": asdict(samples[case.name])}
+
+
+def _seconds(work: Callable[[Prompts], object], prompts: Prompts) -> float:
+    began = time.perf_counter()
+    work(prompts)
+    return time.perf_counter() - began
+
+
+class _Forebay:
+    def __init__(self, llm: LLM) -> None:
+        self._llm = llm
+
+    def generate(self, prompts: Prompts, tokens: int) -> None:
+        params = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True)
+        outputs = self._llm.generate(prompts, params)
+        short = [len(output.outputs[0].token_ids) for output in outputs if len(output.outputs[0].token_ids) != tokens]
+        if short:
+            raise BenchError(f"asked for {tokens} tokens and got {short[0]}")
+
+
+class _Transformers:
+    """The usual way without an engine: one static batch, key/value cache of the library, greedy."""
+
+    def __init__(self, model: ResolvedModel, dtype: torch.dtype, threads: int) -> None:
+        try:
+            from transformers import AutoModelForCausalLM
+        except ImportError as error:
+            raise BenchError("--peer transformers: not installed; pip install 'forebay[dev]'") from error
+        torch.set_num_threads(threads)
+        loader: Any = AutoModelForCausalLM  # the library is not typed here
+        self._model = loader.from_pretrained(model.path, dtype=dtype, attn_implementation="sdpa").eval()
+
+    @torch.inference_mode()
+    def generate(self, prompts: Prompts, tokens: int) -> None:
+        inputs = torch.tensor(prompts)
+        cache = None
+        for _ in range(tokens):
+            output = self._model(inputs, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            cache = output.past_key_values
+            inputs = output.logits[:, -1:].argmax(-1)
+
+
+def _peer(name: str | None, model: ResolvedModel, settings: Settings, dtype: str, threads: int) -> Engine | None:
+    if name is None:
+        return None
+    if name != "transformers":
+        raise BenchError(f"--peer is {name!r}; allowed: transformers")
+    chosen = dtype if settings.dtype is DType.AUTO else settings.dtype.value
+    return _Transformers(model, getattr(torch, chosen), threads)
+
+
+def _warm_up(ours: Engine, other: Engine | None) -> None:
+    """First calls are slow (kernels, allocators), and are no measure."""
+    for engine in (ours, other):
+        if engine is not None:
+            engine.generate([[FIRST_TOKEN_ID] * 64], 2)
+
+
+def _floors(threads: int) -> dict[str, float]:
+    """What the machine gives at best: bfloat16 matrix products and copies, with as many threads."""
+    torch.set_num_threads(threads)
+    square = torch.randn(MATMUL_SIZE, MATMUL_SIZE, dtype=torch.bfloat16)
+    source, target = torch.ones(COPY_BYTES, dtype=torch.uint8), torch.zeros(COPY_BYTES, dtype=torch.uint8)
+    product = min(_times(lambda: torch.mm(square, square)))
+    copy = min(_times(lambda: target.copy_(source)))
+    return {"matmul_gflops": 2 * MATMUL_SIZE**3 / product / 1e9, "memcpy_gib_s": COPY_BYTES / copy / 2**30}
+
+
+def _times(work: Callable[[], object], count: int = 5) -> Sequence[float]:
+    return [_seconds(lambda _: work(), []) for _ in range(count)]

@@ -1,0 +1,49 @@
+"""`forebay bench engine`: runs the measurement and shows it."""
+
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from forebay.bench.engine import BenchError, run
+from forebay.cli.errors import UserError
+from forebay.frontend.engine import EngineDown
+from forebay.frontend.later import refuse_later
+from forebay.models.errors import ModelError
+from forebay.runtime.launch import StartError
+from forebay.settings import resolve
+
+
+def run_bench_engine(model: str, flags: Mapping[str, Any], config: Path | None, peer: str | None, rounds: int, as_json: bool) -> None:
+    """Raises ``SettingsError`` and ``UserError``."""
+    settings = resolve(refuse_later(flags), config)
+
+    def say(line: str) -> None:
+        if sys.stderr.isatty():
+            print(f"\r{line:<60}", end="", file=sys.stderr, flush=True)
+
+    try:
+        result = run(model, settings, peer, rounds, say)
+    except (BenchError, EngineDown, ModelError, StartError) as error:
+        raise UserError(str(error)) from error
+    if as_json:
+        print(json.dumps(result))
+        return
+    about, floors = result["config"], result["floors"]
+    title = (
+        f"{about['model']}, {about['dtype']}, pp={about['pp']} tp={about['tp']}, {about['threads']} threads, {about['rounds']} rounds"
+    )
+    table = Table(title=title)
+    for heading in ("what", "tokens", "batch", "forebay", about["peer"] or "no peer", "ratio", "unit"):
+        table.add_column(heading, justify="left" if heading in ("what", "unit") else "right")
+    for row in result["rows"]:
+        peer_text = "" if row["peer"] is None else f"{row['peer']:.1f}"
+        ratio = "" if row["ratio"] is None else f"{row['ratio']:.3f}"
+        table.add_row(row["what"], str(row["tokens"]), str(row["batch"]), f"{row['forebay']:.1f}", peer_text, ratio, row["unit"])
+    console = Console()
+    console.print(table)
+    console.print(f"floors: {floors['matmul_gflops']:.0f} GFLOP/s in bfloat16, {floors['memcpy_gib_s']:.1f} GiB/s of copies")
