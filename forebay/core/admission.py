@@ -22,10 +22,10 @@ def admit(replica: Replica, now: float) -> None:
     for request in _candidates(replica):
         if len(replica.running) >= replica.config.max_running or any(other.suspect for other in replica.running):
             return
-        if request.suspect and replica.running:
-            continue
         if not replica.tickets.may_run(request, cache) or _next_page_is_coming(replica, request):
             continue
+        if request.suspect and replica.running:
+            return  # its turn has come, and it runs alone
         loads = _reserve(replica, request)
         if loads is None:
             return
@@ -76,7 +76,11 @@ def _reserve(replica: Replica, request: Request) -> list[Node] | None:
     for node in loads:
         cache.tree.pin(node, Tier.HOST)  # before device pages are taken, or making room could take what is to be loaded
     wanted = min(pages + 1, replica.pages_at_most(request)) - len(held)
-    own = cache.allocate(pages - len(held)) if wanted <= cache.obtainable else None
+    own = None
+    if wanted <= cache.obtainable:
+        own = cache.allocate(pages - len(held))
+        while own is None and take_back_ready(replica, request):
+            own = cache.allocate(pages - len(held))
     cache.tree.unpin(loads, Tier.HOST)
     if own is None:
         cache.release(held, (), cache.retired)
@@ -89,6 +93,18 @@ def _reserve(replica: Replica, request: Request) -> list[Node] | None:
     # The last token is always computed (rule R7), even if its page is cached.
     request.computed = min(len(path) * replica.config.page_size, request.length - 1)
     return loads
+
+
+def take_back_ready(replica: Replica, needs: Request) -> bool:
+    """What a ticket has brought for the youngest waiting request is pinned no longer, when pins on host pages keep device pages that
+    ``needs`` must have. The pages stay cached until they are evicted. False if there is nothing to take back."""
+    cache = replica.cache
+    assert cache is not None
+    holders = [request for request in replica.waiting if request.ready and request is not needs]
+    if not holders:
+        return False
+    release_ready(max(holders, key=lambda request: request.order), cache)
+    return True
 
 
 def _account(replica: Replica, request: Request, loads: Sequence[bool], now: float) -> None:
@@ -111,6 +127,7 @@ def _want_backups(replica: Replica, request: Request) -> None:
     policy = replica.config.write_policy
     for node in request.nodes:
         node.hits += 1
+        node.private &= request.no_store
         second = policy is WritePolicy.WRITE_THROUGH_SELECTIVE and node.hits >= SELECTIVE_HITS
         if not request.no_store and (second or policy is WritePolicy.WRITE_THROUGH):
             replica.backups.want(node)

@@ -10,6 +10,7 @@ A chunk may be built while the same prompt's previous chunk is still in flight, 
 
 from dataclasses import dataclass, field
 
+from forebay.core.admission import take_back_ready
 from forebay.core.digest import PlanDigest
 from forebay.core.messages import Backup, Copy, Opening, Piece, Plan, Remap
 from forebay.core.pace import work_of
@@ -97,6 +98,8 @@ def _ensure_page(replica: Replica, request: Request) -> bool:
     if request.computed < len(request.table) * replica.config.page_size:
         return True
     while (pages := cache.allocate(1)) is None:
+        if cache.obtainable and take_back_ready(replica, request):
+            continue
         idle = [other for other in replica.running if other.last_plan <= cache.retired]
         if not idle:
             return False
@@ -177,7 +180,8 @@ def _insert_nodes(replica: Replica, request: Request, number: int) -> None:
         if node is None:
             parent = request.nodes[-1] if request.nodes else None
             node = cache.adopt(hash, parent, request.table[index])
-            if replica.config.write_policy is WritePolicy.WRITE_THROUGH and not request.no_store:
+            node.private = request.no_store
+            if replica.config.write_policy is WritePolicy.WRITE_THROUGH:
                 replica.backups.want(node)
         elif node.pages[Tier.DEVICE] == NONE:  # it was not worth loading, and has been computed again
             cache.readopt(node, request.table[index])

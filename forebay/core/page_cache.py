@@ -51,7 +51,10 @@ class PageCache:
             self.tree.pin(node)
 
     def allocate(self, count: int) -> list[int] | None:
-        """``count`` device pages for a request, evicting as needed; None if there are not as many."""
+        """``count`` device pages for a request, evicting as needed (also host pages that alone keep a device page).
+
+        None if there are not as many; within `obtainable` that means that pinned host pages keep some.
+        """
         if count > self.obtainable or not self._make_room(self.device, Tier.DEVICE, count):
             return None
         return self.device.allocate(count, Owner.REQUEST)
@@ -163,6 +166,8 @@ class PageCache:
                     pool.release(page, Owner.NODE)
                     freed += 1
                     progress = True
+                if tier is Tier.DEVICE:
+                    progress |= self._unblock()
         return freed
 
     def held(self, tiers: Sequence[Tier]) -> int:
@@ -181,8 +186,8 @@ class PageCache:
         return True
 
     def _unblock(self) -> bool:
-        """Device pages may hang on by nodes below them that are in host memory only (fetched ones): take one of those."""
-        page = self.tree.evict(Tier.HOST) if self.tree.unpinned(Tier.DEVICE) else None
+        """Device pages may be kept by nodes below them that are in host memory only (fetched ones): let one of those go."""
+        page = self.tree.evict_hanging() if self.tree.unpinned(Tier.DEVICE) else None
         if page is not None:
             self.host.release(page, Owner.NODE)
         return page is not None

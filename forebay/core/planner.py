@@ -48,6 +48,7 @@ from forebay.core.tickets import Query, QueryDone, release_ready
 from forebay.core.tree import Tier
 
 MAX_FAILURES_ALONE = 2
+MAX_FAILURES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,12 +150,16 @@ class Planner:
             self._watch(now)
         self._flush(now)
         if self.state is GridState.READY:
-            self._tend_store(now)
             if not self._flushes:
+                self._tend_store(now)
                 admit(self.replica, now)
             effects.plan = building.build_plan(self.replica, self.epoch, now)
             self._collect_orders()
         return effects
+
+    def resume(self, now: float) -> None:
+        """This process stood still for a while: what ranks said meanwhile may not have been read yet, so silence proves nothing."""
+        self._heard = [now] * len(self._heard)
 
     def next_deadline(self) -> float | None:
         """When a step is due even if no event comes."""
@@ -348,6 +353,8 @@ class Planner:
         assert self.replica.cache is not None
         self.replica.cache.retire(record.number)
         self._restarts_without_progress = 0
+        for request in record.requests:
+            request.suspect = False
         started = max(record.built_at, self.replica.last_retired_at)
         self.replica.pace.observe(record.work, now - started)
         self.replica.last_retired_at = now
@@ -399,17 +406,19 @@ class Planner:
         self._set_state(GridState.RESTARTING if self._was_ready else GridState.STARTING, reason)
 
     def _blame(self, reason: str) -> None:
-        """Requests whose plan a rank failed at run alone from now on; one that fails alone, and again, is given up, not the grid."""
+        """Requests whose plan a rank failed at run alone until a plan of theirs has retired.
+
+        One that fails alone, and again, is given up, not the grid.
+        """
         replica = self.replica
         accused = [request for request in replica.running if any(request in record.requests for record in replica.in_flight)]
         for request in accused:
             request.suspect = True
-            request.failures_alone += len(replica.running) == 1
-            if request.failures_alone >= MAX_FAILURES_ALONE:
+            request.failures += 1
+            request.failures_alone += len(accused) == 1
+            if request.failures_alone >= MAX_FAILURES_ALONE or request.failures >= MAX_FAILURES:
                 self._restarts_without_progress = 0
-                self._finish(
-                    request, FinishReason.ERROR, f"the grid was lost {MAX_FAILURES_ALONE} times on this request alone: {reason}"
-                )
+                self._finish(request, FinishReason.ERROR, f"the grid was lost {request.failures} times on this request: {reason}")
 
     def _fail(self, reason: str) -> None:
         for request in tuple(self.replica.requests.values()):
@@ -438,7 +447,7 @@ class Planner:
         for pending in self._flushes:
             pending.freed += cache.flush(pending.tiers)
             held = cache.held(pending.tiers)
-            if held and now < pending.deadline:
+            if held and now < pending.deadline and not self.replica.is_idle:
                 kept.append(pending)
             else:
                 busy = (f"{len(self.replica.running)} running requests; {held} pages in use",) if held else ()

@@ -113,6 +113,12 @@ class Replica:
         self._arrivals += 1
         return self._arrivals
 
+    @property
+    def is_idle(self) -> bool:
+        """Nothing runs, nothing is in flight: no page will come free by itself."""
+        moving = self.in_flight or self.backups.in_flight or self.stores.in_flight
+        return not (self.running or moving) and self.tickets.is_idle
+
     def pages_for(self, tokens: int) -> int:
         return -(-tokens // self.config.page_size)
 

@@ -54,6 +54,7 @@ class Request:
         "awaits_token",
         "computed",
         "eos",
+        "failures",
         "failures_alone",
         "fetched",
         "hashes",
@@ -99,6 +100,7 @@ class Request:
         self.phase = Phase.NOT_ASKED
         self.fetched = False
         self.suspect = False
+        self.failures = 0
         self.failures_alone = 0
         self.probe = 0  # where the first missing page was when admission last looked
         self.retries = 0

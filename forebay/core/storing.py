@@ -3,7 +3,7 @@
         want(node) --> wanted queue --a batch is free--> in flight --StoreDone from all ranks--> stored, or tried once more
 
 A page counts as stored when *every* rank has stored its part; what failed anywhere is not stored (and is retried a bounded number of
-times). The host page is pinned until all ranks have acknowledged. ``Node.stored`` is a hint: a fetch that fails resets it.
+times). The host page is pinned until all ranks have acknowledged. ``Node.stored`` is a hint that saves storing twice.
 """
 
 from collections import deque
@@ -17,6 +17,7 @@ from forebay.core.tree import NONE, Node, Tier
 MAX_STORE_PAGES = 128
 MAX_BATCHES = 2
 MAX_TRIES = 2
+MAX_WANTED = 8192  # a store that does not keep up loses what comes on top
 
 
 @dataclass(slots=True)
@@ -47,7 +48,9 @@ class StoreQueue:
         return bool(self._wanted or self._batches)
 
     def want(self, node: Node) -> None:
-        if not node.stored and not node.storing:
+        if len(self._wanted) >= MAX_WANTED:
+            self.failed_pages += 1
+        elif not node.stored and not node.storing:
             node.storing = True
             node.tries = 0
             self._wanted.append(node)

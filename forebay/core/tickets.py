@@ -18,7 +18,7 @@ from enum import StrEnum
 from forebay.core.messages import Cancel, FetchProgress, PageKey, ProtocolError, Ticket
 from forebay.core.page_cache import PageCache
 from forebay.core.request import Phase, Request, RequestState
-from forebay.core.tree import NONE, Node, Tier
+from forebay.core.tree import NONE, Tier
 
 QUERY_S = 0.1
 HOLD_SHARE = 0.8
@@ -373,8 +373,3 @@ def release_ready(request: Request, cache: PageCache) -> None:
     """What a ticket has brought for this request is pinned no longer: it is admitted, or will never be."""
     cache.tree.unpin(request.ready, Tier.HOST)
     request.ready.clear()
-
-
-def pinned_ready(requests: Sequence[Request]) -> list[Node]:
-    """All such pins, for the invariants."""
-    return [node for request in requests for node in request.ready]

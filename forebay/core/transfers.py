@@ -52,7 +52,7 @@ class BackupQueue:
         return {number: list(zip(flight.nodes, flight.pages, strict=True)) for number, flight in self._in_flight.items()}
 
     def want(self, node: Node) -> None:
-        if not (node.wanted or node.saving or node.pages[Tier.HOST] != NONE):
+        if not (node.private or node.wanted or node.saving or node.pages[Tier.HOST] != NONE):
             node.wanted = True
             self._wanted.append(node)
 
@@ -61,6 +61,8 @@ class BackupQueue:
         nodes: list[Node] = []
         pages: list[int] = []
         passed_over = 0
+        if not cache.host.capacity:
+            self._wanted.clear()
         for _ in range(len(self._wanted)):
             if len(nodes) == MAX_BACKUP_PAGES or passed_over == MAX_PASSED_OVER:
                 break

@@ -31,13 +31,14 @@ class Node:
     """One resident page. ``pages`` and ``pins`` by tier (page `NONE`: not there). ``tick``: last use.
 
     ``children`` by tier: how many have a page there; ``heirs``: how many there are. ``stale``: deleted from the tree.
-    ``wanted``: stands in the queue for a host page; ``saving``: a BACKUP of it is under way. ``hits``: matches.
-    ``stored``: believed to be in the store; ``storing``: on its way there, tried ``tries`` times.
+    ``private``: only requests that may not be stored have used it. ``wanted``: stands in the queue for a host page; ``saving``:
+    a BACKUP of it is under way. ``hits``: matches. ``stored``: believed to be in the store; ``storing``: on its way there, tried
+    ``tries`` times.
     """
 
     __slots__ = (
-        "children", "hash", "heirs", "hits", "pages", "parent", "pins", "saving", "stale", "stored", "storing", "tick", "tries",
-        "wanted",
+        "children", "hash", "heirs", "hits", "pages", "parent", "pins", "private", "saving", "stale", "stored", "storing",
+        "tick", "tries", "wanted",
     )  # fmt: skip
 
     def __init__(self, hash: bytes, parent: "Node | None", tick: int) -> None:
@@ -50,6 +51,7 @@ class Node:
         self.tick = tick
         self.hits = 0
         self.stale = False
+        self.private = False
         self.wanted = False
         self.saving = False
         self.stored = False
@@ -158,6 +160,20 @@ class PrefixTree:
         """Take the page of the least recently used candidate; None if there is none."""
         node = self.oldest(tier)
         return None if node is None else self._take(node, tier)
+
+    def evict_hanging(self) -> int | None:
+        """Take the host page of a leaf that alone keeps a device page from being evicted; None if there is none.
+
+        That is a fetched page (host only) below an unpinned node without a host page. Rare, so it looks at all nodes.
+        """
+        for node in self._nodes.values():
+            if node.pages[Tier.DEVICE] == NONE and not node.heirs and not node.pins[Tier.HOST]:
+                above = node.parent
+                while above is not None and above.pages[Tier.DEVICE] == NONE:
+                    above = above.parent
+                if above is not None and not above.pins[Tier.DEVICE] and above.pages[Tier.HOST] == NONE:
+                    return self._take(node, Tier.HOST)
+        return None
 
     def reconsider(self, node: Node) -> None:
         """Something other than a pin changed for this node; it may be evictable now."""

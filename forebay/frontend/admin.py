@@ -62,7 +62,7 @@ async def metrics(service: Service, _: Request) -> Response:
 async def cache(service: Service, _: Request) -> Response:
     """Capacity and use in pages, hits in tokens, by tier. Raises ``EngineDown`` before there is a cache."""
     snapshot = service.require_ready()
-    cached = {"device": snapshot.cached_device_tokens, "host": snapshot.cached_host_tokens}
+    cached = {"device": snapshot.cached_device_tokens, "host": snapshot.cached_host_tokens, "store": snapshot.cached_store_tokens}
     hits = {"prompt_tokens": snapshot.prompt_tokens, "cached_tokens": cached}
     tiers = {"device": _use(snapshot.device), "host": _use(snapshot.host)}
     return _json({"page_size": service.settings.page_size, "tiers": tiers, "hits": hits})
@@ -78,7 +78,7 @@ async def flush(service: Service, request: Request) -> Response:
         if tier not in _TIERS:
             raise ApiError(400, f"there is no tier {tier!r}; allowed: {_TIERS_TEXT}", "tiers", "invalid_value")
     if not asked.tiers:
-        raise ApiError(400, "tiers is empty; allowed: device", "tiers", "invalid_value")
+        raise ApiError(400, f"tiers is empty; allowed: {_TIERS_TEXT}", "tiers", "invalid_value")
     if not 0 <= asked.timeout_s <= MAX_FLUSH_TIMEOUT_S:
         message = f"timeout_s is {asked.timeout_s}; it must be between 0 and {MAX_FLUSH_TIMEOUT_S:.0f}"
         raise ApiError(400, message, "timeout_s", "invalid_value")

@@ -28,7 +28,7 @@ from forebay.models.resolve import resolve_model
 from forebay.runtime.launch import start_planner
 from forebay.settings import Settings, resolve
 
-STOP_S = 10.0
+STOP_S = 25.0
 
 T = TypeVar("T")
 PromptInput = str | list[int] | Prompt

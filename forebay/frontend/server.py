@@ -27,7 +27,7 @@ from forebay.settings import Settings
 
 BACKLOG = 2048
 DRAIN_S = 5
-PLANNER_STOP_S = 10.0
+PLANNER_STOP_S = 25.0  # ranks, then a private store that writes what memory has and its log has not
 EXIT_INTERRUPTED = 130
 EXIT_NEVER_READY = 2
 EXIT_ENGINE_LOST = 1

@@ -1,8 +1,8 @@
-"""Host pages (L2) of one rank: one contiguous block a page (DESIGN 4.2), in memory that a store on this machine can share.
+"""Host pages (L2) of one rank: one contiguous block a page (DESIGN 4.2).
 
     block:  for each layer, keys then values, for each head: page_size x head_dim
 
-The pool is a memfd: it has no name that could outlive a killed process, and its descriptor can be handed to another one.
+The pool is a memfd: it has no name that could outlive a killed process, and a store on this machine could be handed it.
 """
 
 import math

@@ -8,7 +8,8 @@ rank's progress and nothing else: every order is acknowledged with its final wor
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from forebay.core.messages import Cancel, FetchProgress, FromWorker, PageKey, Store, StoreDone, Ticket, ToWorkerIo
@@ -79,6 +80,8 @@ class PageIo:
                     break
                 if done < len(ticket.pages):
                     self._say(FetchProgress(self._epoch, self._rank, ticket.transfer, done, False))
+        except Exception:  # a store should answer with statuses; whatever it does instead is a miss from here on
+            traceback.print_exc()
         finally:
             with self._lock:
                 self._live.discard(ticket.transfer)
@@ -97,13 +100,23 @@ class PageIo:
         began = time.monotonic_ns()
         stored = bytes(len(order.pages))
         try:
-            items = [PutItem(page.hash + self._part, self._host.block(page.host)) for page in order.pages]
-            statuses = self._store.put_from(items, STORE_TIMEOUT_S)
+            statuses = [status for batch in _batches(order.pages, self._batch) for status in self._put_batch(batch)]
             stored = bytes(status in _THERE for status in statuses)
+        except Exception:  # not stored, then
+            traceback.print_exc()
         finally:
             self._ring.record(SpanKind.STORE, began, order.transfer, sum(stored))
             self._say(StoreDone(self._epoch, self._rank, order.transfer, stored))
 
+    def _put_batch(self, pages: Sequence[PageKey]) -> list[Status]:
+        items = [PutItem(page.hash + self._part, self._host.block(page.host)) for page in pages]
+        return self._store.put_from(items, STORE_TIMEOUT_S)
+
     def _is_cancelled(self, transfer: int) -> bool:
         with self._lock:
             return transfer in self._cancelled
+
+
+def _batches(pages: Sequence[PageKey], size: int) -> Iterator[Sequence[PageKey]]:
+    for first in range(0, len(pages), size):
+        yield pages[first : first + size]

@@ -6,6 +6,7 @@ The loop never waits for a forward pass and imports no torch. It sleeps until a 
 """
 
 import contextlib
+import math
 import os
 import signal
 import sys
@@ -16,12 +17,9 @@ from pathlib import Path
 import zmq
 
 from forebay.core.messages import (
-    Cancel,
     GridState,
     MessageError,
     Outputs,
-    Store,
-    Ticket,
     decode_from_worker,
     decode_to_planner,
     encode,
@@ -38,7 +36,10 @@ from forebay.settings import FetchRoute, Schedule
 from forebay.store.backends.open import StoreURLError
 
 SNAPSHOT_S = 0.25
-TICK_MS = 100
+NEVER_TOKENS = 1 << 62  # no prefix is that long: pages are stored and never fetched
+TICK_S = 0.1
+# Longer between two turns than this: the process was stopped, or the machine slept.
+STANDSTILL_S = 1.0
 # Frames that may wait for one peer. A rank has at most pp plans in flight, so a full queue means that it is gone.
 RANK_QUEUE_FRAMES = 1024
 FRONTEND_QUEUE_FRAMES = 100_000
@@ -61,6 +62,7 @@ class PlannerProcess:
         self._store = store
         self._answered = os.eventfd(0, os.EFD_NONBLOCK)
         self._snapshot_due = 0.0
+        self._turned_at = time.monotonic()
         self._stopping = False
 
     def run(self) -> None:
@@ -107,16 +109,23 @@ class PlannerProcess:
     # ------------------------------------------------------------------------------------------ one turn
 
     def _wait(self) -> None:
-        self._poller.poll(TICK_MS)
+        due = self._planner.next_deadline()
+        left = TICK_S if due is None else min(max(due - time.monotonic(), 0.0), TICK_S)
+        self._poller.poll(math.ceil(left * 1000))
 
     def _turn(self, now: float) -> None:
+        if now - self._turned_at > STANDSTILL_S:
+            self._planner.resume(now)
+        self._turned_at = now
         events = self._drain(now)
-        effects = self._planner.step(now, events)
-        self._carry_out(effects)
-        while effects.plan is not None:
-            effects = self._planner.step(now)
-            self._carry_out(effects)
-        if effects.state_changed or now >= self._snapshot_due:
+        while True:
+            effects = self._planner.step(now, events)
+            events = self._carry_out(effects)
+            if effects.state_changed:
+                self._send_snapshot(now)
+            if effects.plan is None and not events:
+                break
+        if now >= self._snapshot_due:
             self._send_snapshot(now)
 
     def _drain(self, now: float) -> list[Event]:
@@ -144,17 +153,20 @@ class PlannerProcess:
             events.append(lost)
         return events
 
-    def _carry_out(self, effects: Effects) -> None:
+    def _carry_out(self, effects: Effects) -> list[Event]:
+        """Do what a step asks for; what went wrong comes back as events for the next one."""
+        lost: list[Event] = []
         if effects.restart is not None:
             self._restart(effects.restart)
-        if effects.plan is not None and self._ranks is not None:
-            try:
+        try:
+            if effects.plan is not None and self._ranks is not None:
                 self._ranks.send(encode(effects.plan), self._plans)
-            except zmq.ZMQError as error:
-                lost = GridLost(self._planner.epoch, f"plan {effects.plan.number} cannot be sent: {error}")
-                self._carry_out(self._planner.step(time.monotonic(), [lost]))
-        for order in effects.orders:
-            self._order(order)
+            for order in effects.orders:
+                # Orders of a step that lost its grid are for ranks that are gone.
+                if self._ranks is not None and order.epoch == self._ranks.epoch:
+                    self._ranks.order(encode(order), self._io)
+        except zmq.ZMQError as error:
+            lost.append(GridLost(self._planner.epoch, f"a rank cannot be reached: {error}"))
         for query in effects.queries:
             assert self._store is not None
             self._store.ask(query, self._wake)
@@ -166,14 +178,7 @@ class PlannerProcess:
             self._tell_frontend(encode(done))
         if effects.state_changed:
             self._on_state()
-
-    def _order(self, order: Ticket | Cancel | Store) -> None:
-        try:
-            if self._ranks is not None:
-                self._ranks.order(encode(order), self._io)
-        except zmq.ZMQError as error:
-            lost = GridLost(self._planner.epoch, f"order {order.transfer} cannot be sent: {error}")
-            self._carry_out(self._planner.step(time.monotonic(), [lost]))
+        return lost
 
     def _wake(self) -> None:
         """From a query thread: the loop has something to read."""
@@ -246,9 +251,9 @@ def planner_config(boot: PlannerBoot) -> PlannerConfig:
         fingerprint=boot.fingerprint,
         kv_dtype=boot.dtype,
         write_policy=settings.write_policy,
-        has_store=settings.store != "none" and settings.fetch_route is not FetchRoute.OFF,
+        has_store=settings.store != "none",
         fetch_policy=settings.fetch_policy,
-        fetch_threshold=settings.fetch_threshold,
+        fetch_threshold=settings.fetch_threshold if settings.fetch_route is FetchRoute.TICKET else NEVER_TOKENS,
     )
 
 

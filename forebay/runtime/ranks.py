@@ -14,6 +14,7 @@ import subprocess
 import time
 from dataclasses import dataclass
 
+import msgspec
 import zmq
 
 from forebay.core.messages import (
@@ -182,30 +183,14 @@ class Ranks:
 
 
 def _for_rank(worker: WorkerBoot, rank: int, epoch: int, endpoints: Endpoints, plan_identity: bytes, io_identity: bytes) -> WorkerBoot:
-    return WorkerBoot(
+    return msgspec.structs.replace(
+        worker,
         epoch=epoch,
         rank=rank,
-        pp=worker.pp,
-        tp=worker.tp,
-        model_path=worker.model_path,
-        dtype=worker.dtype,
-        device=worker.device,
-        threads=worker.threads,
-        page_size=worker.page_size,
-        device_memory=worker.device_memory,
-        host_memory=worker.host_memory,
-        store_url=worker.store_url,
-        store_secret=worker.store_secret,
-        max_plan_tokens=worker.max_plan_tokens,
-        max_running=worker.max_running,
-        max_context=worker.max_context,
         plan_endpoint=endpoints.plan,
         plan_identity=plan_identity,
         io_endpoint=endpoints.io,
         io_identity=io_identity,
-        parent_pid=os.getpid(),
-        flight_dir=worker.flight_dir,
-        timeline_dir=worker.timeline_dir,
     )
 
 

@@ -4,6 +4,8 @@ A private (``embedded``) store is one process that the planner starts and ends; 
 is opened by each process for itself.
 """
 
+import time
+import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -43,16 +45,20 @@ class StoreDesk:
 
     def ask(self, query: Query, wake: Callable[[], None]) -> None:
         """Answer a query later; never blocks."""
-        self._threads.submit(self._answer, query, wake)
+        self._threads.submit(self._answer, query, time.monotonic(), wake)
 
     def close(self) -> None:
         self._threads.shutdown(cancel_futures=True)
         self._store.close()
 
-    def _answer(self, query: Query, wake: Callable[[], None]) -> None:
+    def _answer(self, query: Query, asked_at: float, wake: Callable[[], None]) -> None:
+        """One that has waited its time out in the queue is late already, and a slow store need not be asked."""
         pages = 0
         try:
-            pages = self._store.match_prefix(query.hashes, self._parts, hint=False, timeout_s=QUERY_S)
+            if time.monotonic() - asked_at < QUERY_S:
+                pages = self._store.match_prefix(query.hashes, self._parts, hint=False, timeout_s=QUERY_S)
+        except Exception:  # a store should answer with a number; whatever it does instead is a miss
+            traceback.print_exc()
         finally:
             self.answers.put(QueryDone(query.number, pages))
             wake()

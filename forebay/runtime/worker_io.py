@@ -66,7 +66,6 @@ class WorkerIo(threading.Thread):
             socket.disable_monitor()
             monitor.close(linger=0)
             socket.close(linger=0)
-            os.close(self._wake)
 
     def send(self, message: FromWorker) -> None:
         """Say it from this thread's channel; callable from any thread, in order."""
@@ -77,7 +76,7 @@ class WorkerIo(threading.Thread):
         """End the thread and wait for it."""
         self._ended.set()
         os.eventfd_write(self._wake, 1)
-        self.join()
+        self.join()  # the descriptor stays open: other threads may still want to say something
 
     def serve_orders(self, take: Callable[[ToWorkerIo], None]) -> None:
         """From now on ``take`` gets what comes on the ticket channel, on this thread; it must return at once."""

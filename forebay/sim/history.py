@@ -195,7 +195,7 @@ class History:
             repetition_penalty=randomness.choice([1.0, 1.5]),
         )
         salt = randomness.choice([b"", b"", b"", b"s"])
-        return Submit(request_id, pack_tokens(prompt), params, (EOS,), salt, False, randomness.choice([0, 0, 1]))
+        return Submit(request_id, pack_tokens(prompt), params, (EOS,), salt, randomness.random() < 0.1, randomness.choice([0, 0, 1]))
 
     def _arrive(self, submit: Submit) -> None:
         tokens = [*memoryview(submit.prompt).cast("I")]
@@ -224,7 +224,7 @@ class History:
         if grid is None or grid.dead:
             return
         grid.kill()
-        lost = GridLost(grid.epoch, "a rank was killed")
+        lost = GridLost(grid.epoch, "a rank was lost", faulted=self._random.random() < 0.3)
         self.heap.after(self._random.uniform(0, 0.2), lambda: self._inbox.append(lost))
 
     def _pause_rank(self) -> None:

@@ -119,10 +119,22 @@ def test_write_back_saves_what_eviction_would_take_once_pages_run_short() -> Non
     assert any(plan.backup for plan in plans)
 
 
-def test_no_store_never_leaves_device_memory() -> None:
+@pytest.mark.parametrize("policy", WritePolicy)
+def test_no_store_never_leaves_device_memory(policy: WritePolicy) -> None:
+    desk = make_desk(pages=8, host_pages=8, write_policy=policy)
+    for name in ("a", "b", "c"):
+        submit = Submit(name, pack_tokens(PROMPT), SamplingParams(max_tokens=1, seed=0), (0,), no_store=True)
+        assert not any(plan.backup for plan in run(desk, desk.step(submit)))
+    own = pack_tokens([70] * 28)
+    plans = run(desk, desk.step(Submit("d", own, SamplingParams(max_tokens=1, seed=0), (0,), no_store=True)))
+    assert not any(plan.backup for plan in plans), "not even when pages run short"
+
+
+def test_a_page_that_anyone_may_store_is_stored_once_an_ordinary_request_uses_it() -> None:
     desk = make_desk(host_pages=8)
-    submit = Submit("a", pack_tokens(PROMPT), SamplingParams(max_tokens=1, seed=0), (0,), no_store=True)
-    assert not any(plan.backup for plan in run(desk, desk.step(submit)))
+    run(desk, desk.step(Submit("a", pack_tokens(PROMPT), SamplingParams(max_tokens=1, seed=0), (0,), no_store=True)))
+    (plan,) = run(desk, desk.submit("b", PROMPT, max_tokens=1))
+    assert plan.backup is not None and len(plan.backup.copies) == 3
 
 
 def test_an_abort_before_the_plan_takes_the_load_back() -> None:

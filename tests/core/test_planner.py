@@ -281,6 +281,18 @@ def test_a_request_that_ranks_fail_at_is_given_up_and_the_others_finish(desk: De
     assert desk.planner.state is GridState.READY
 
 
+def test_a_suspect_is_not_passed_by_those_behind_it_and_is_cleared_once_it_has_run_alone(desk: Desk) -> None:
+    (plan,) = desk.submit("a", [1, 2], max_tokens=3)
+    desk.submit("b", [3, 4], max_tokens=20)
+    desk.step(GridLost(1, "ValueError", faulted=True))
+    (alone,) = desk.step(GridReady(2, 32, 0.001))
+    assert len(alone.pieces) == 1 and plan.number == 1
+    desk.submit("c", [5, 6], max_tokens=3)
+    assert len(desk.planner.replica.running) == 1, "nobody joins a suspect"
+    desk.run(alone)
+    assert len(desk.planner.replica.running) == 3, "its plan retired: it was not to blame"
+
+
 def test_a_hopeless_start_fails_at_once_and_a_killed_rank_is_started_again() -> None:
     desk = make_desk()
     for hopeless, state in ((True, GridState.FAILED), (False, GridState.STARTING)):

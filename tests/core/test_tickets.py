@@ -6,6 +6,7 @@ from forebay.core.messages import (
     Abort,
     Cancel,
     FetchProgress,
+    FinishReason,
     Flush,
     PlanDone,
     Sample,
@@ -256,6 +257,59 @@ def test_a_flush_lets_go_of_what_waits_for_admission() -> None:
     assert host_in_use(desk) == 5
     (done,) = desk.take(Flush(1, ("host",), 0.0)).flushed
     assert not done.busy and host_in_use(desk) == 0
+
+
+def run_plans(desk: StoreDesk) -> None:
+    """Acknowledge plans and backups until nothing is in flight; the store refuses what is stored, and has nothing."""
+    replica = desk.planner.replica
+    for _ in range(200):
+        record = next(iter(replica.in_flight), None)
+        if record is None:
+            return
+        plan = next(plan for plan in desk.plans if plan.number == record.number)
+        samples = tuple(Sample(piece.slot, 9) for piece in plan.pieces if piece.sample)
+        effects = [desk.take(PlanDone(1, 0, plan.number, samples))]
+        if plan.backup is not None:
+            effects.append(desk.take(TransferDone(1, 0, plan.backup.transfer, len(plan.backup.copies))))
+        for query in [query for effect in effects for query in effect.queries]:
+            desk.take(QueryDone(query.number, 0))
+        desk.take()
+    raise AssertionError("it never ends")
+
+
+def fetched_below_device_pages(**config: object) -> StoreDesk:
+    """Two device-only pages, with pages below them that a ticket has brought for a request that still waits."""
+    desk = store_desk(max_running=1, fetch_threshold=4, **config)
+    (query,) = ask(desk, "stem", PROMPT[:9]).queries
+    desk.take(QueryDone(query.number, 0))
+    run_plans(desk)
+    busy = ask(desk, "busy", BUSY).plan
+    assert busy is not None
+    (query,) = ask(desk, "waits").queries
+    assert len(query.hashes) == 3
+    (ticket,) = desk.take(QueryDone(query.number, 3)).orders
+    assert isinstance(ticket, Ticket)
+    progress(desk, ticket, 3)
+    assert len(desk.planner.replica.requests["waits"].ready) == 3
+    return desk
+
+
+def test_what_waits_for_a_request_is_taken_back_when_one_before_it_needs_the_device_pages_above() -> None:
+    """Otherwise the first in the queue waits for pages that the second's pins keep, and the second waits behind it for ever."""
+    desk = fetched_below_device_pages(pages=8)
+    submit = Submit("first", pack_tokens([90] * 29), SamplingParams(max_tokens=2, seed=0), (0,), priority=1)
+    (query,) = desk.take(submit).queries
+    desk.take(QueryDone(query.number, 0))
+    run_plans(desk)
+    assert desk.finish("first") is FinishReason.LENGTH and desk.finish("waits") is FinishReason.LENGTH
+
+
+def test_a_device_flush_of_an_idle_replica_is_answered_at_once_whatever_hangs_on_its_pages() -> None:
+    desk = fetched_below_device_pages()
+    desk.take(Abort("waits"))
+    run_plans(desk)
+    (done,) = desk.take(Flush(1, ("device",), 600.0)).flushed
+    assert not done.busy
 
 
 @pytest.mark.parametrize(("transfer", "pages"), [(77, 1), (0, 6), (0, -1)])

@@ -39,7 +39,7 @@ def test_tokenize_and_detokenize_are_each_others_inverse(server: Server) -> None
 def test_cache_and_flush(server: Server) -> None:
     cache = server.http.get("/cache").json()
     assert cache["tiers"]["device"]["capacity"] == 64
-    assert cache["hits"] == {"prompt_tokens": 40, "cached_tokens": {"device": 8, "host": 0}}
+    assert cache["hits"] == {"prompt_tokens": 40, "cached_tokens": {"device": 8, "host": 0, "store": 0}}
     for path in ("/cache/flush", "/flush_cache"):
         assert server.http.post(path).json() == {"tiers": ["device", "host"], "freed_pages": 7}
     server.http.post("/cache/flush", json={"tiers": ["device"], "timeout_s": 2.5})

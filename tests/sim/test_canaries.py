@@ -176,8 +176,8 @@ def believe_plans_of_the_old_epoch(patch: pytest.MonkeyPatch) -> None:
         lose(self)
         self._old = cache  # type: ignore[attr-defined]
 
-    def restore(self: Replica, device_pages: int, host_pages: int, s_per_token: float, now: float) -> None:
-        start(self, device_pages, host_pages, s_per_token, now)
+    def restore(self: Replica, epoch: int, device_pages: int, host_pages: int, s_per_token: float, now: float) -> None:
+        start(self, epoch, device_pages, host_pages, s_per_token, now)
         old = getattr(self, "_old", None)
         if old is not None and old.device.capacity == device_pages:
             for number in range(old.retired + 1, self.built + 1):
@@ -264,5 +264,6 @@ CANARIES: list[Patch] = [
 @pytest.mark.parametrize("plant", CANARIES, ids=lambda plant: plant.__name__)
 def test_a_planted_bug_is_found(plant: Patch, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch)
-    with pytest.raises(CampaignError):
+    with pytest.raises(CampaignError) as caught:
         run_campaign(0, SEEDS)
+    assert isinstance(caught.value.__cause__, AssertionError), "found by a check, not by a canary that no longer fits the code"
