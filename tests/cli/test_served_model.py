@@ -65,11 +65,11 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def serve(model_dir: Path) -> Iterator[Callable[[], Served]]:
+def serve(model_dir: Path) -> Iterator[Callable[..., Served]]:
     started: list[Served] = []
 
-    def start() -> Served:
-        command = [*FOREBAY, "serve", str(model_dir), "--port", "0", "--served-model-name", "tiny", *OPTIONS]
+    def start(*more: str) -> Served:
+        command = [*FOREBAY, "serve", str(model_dir), "--port", "0", "--served-model-name", "tiny", *OPTIONS, *more]
         environment = os.environ | {"PYTHONUNBUFFERED": "1"}
         process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, start_new_session=True
@@ -111,11 +111,15 @@ def test_streamed_and_whole_answers_are_equal(served: Served) -> None:
     assert "".join(chunk.choices[0].text for chunk in streamed) == whole.choices[0].text
 
 
-def test_a_prompt_over_the_device_cache_is_an_error_object(model_dir: Path, served: Served) -> None:
-    body = {"model": "tiny", "prompt": "x" * 400, "max_tokens": 200}
+def test_a_prompt_over_the_device_cache_is_an_error_object(serve: Callable[..., Served]) -> None:
+    served = serve("--device-memory", "24KiB")
+    body = {"model": "tiny", "prompt": "x" * 300, "max_tokens": 100}
     answer = httpx.post(f"{served.url}/v1/completions", json=body)
     assert answer.status_code == 400
     assert answer.json()["error"]["code"] == "context_length_exceeded"
+    assert "device memory has" in answer.json()["error"]["message"]
+    small = httpx.post(f"{served.url}/v1/completions", json={"model": "tiny", "prompt": "x", "max_tokens": 2})
+    assert small.status_code == 200, "the server lives on"
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
@@ -146,6 +150,38 @@ def test_the_planners_death_ends_the_server(serve: Callable[[], Served]) -> None
     assert "Traceback" not in "".join(served.lines)
     _, alive = psutil.wait_procs(ranks, timeout=10)
     assert not alive
+
+
+def test_the_servers_own_death_leaves_no_process_and_nothing_in_shared_memory(serve: Callable[[], Served]) -> None:
+    before = set(os.listdir("/dev/shm"))
+    served = serve()
+    assert served.url
+    children = psutil.Process(served.process.pid).children(recursive=True)
+    assert len(children) >= 3
+    served.process.kill()
+    assert served.wait_end() == -signal.SIGKILL
+    _, alive = psutil.wait_procs(children, timeout=10)
+    assert not alive
+    assert set(os.listdir("/dev/shm")) <= before
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_lost_rank_costs_time_and_nothing_else(serve: Callable[[], Served], number: signal.Signals) -> None:
+    """Over the real planner and ranks: the text goes on as if nothing had happened, no token twice, none lost (rule R3)."""
+    served = serve()
+    body = {"model": "tiny", "prompt": "The water", "max_tokens": 150, "seed": 4, "ignore_eos": True, "temperature": 0}
+    whole = httpx.post(f"{served.url}/v1/completions", json=body, timeout=DEADLINE_S).json()["choices"][0]["text"]
+    client = openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0, timeout=DEADLINE_S)
+    extra = {"ignore_eos": True, "cache_salt": "other"}
+    stream = client.completions.create(
+        model="tiny", prompt="The water", max_tokens=150, seed=4, temperature=0, stream=True, extra_body=extra
+    )
+    pieces = [next(stream).choices[0].text]
+    (planner,) = psutil.Process(served.process.pid).children()
+    os.kill(planner.children()[-1].pid, number)
+    pieces += [chunk.choices[0].text for chunk in stream]
+    assert "".join(pieces) == whole
+    assert "forebay_worker_restarts_total 1.0" in httpx.get(f"{served.url}/metrics").text
 
 
 def test_generate_prints_text_or_one_document(model_dir: Path) -> None:
