@@ -4,7 +4,6 @@ import json
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -126,21 +125,15 @@ assert not loaded, loaded
     assert done.returncode == 0, done.stderr
 
 
-def test_help_is_quick() -> None:
-    def seconds() -> float:
-        start = time.perf_counter()
-        subprocess.run([sys.executable, "-m", "forebay.cli", "--help"], capture_output=True, timeout=60, check=True)
-        return time.perf_counter() - start
-
-    bare = min(_bare_seconds() for _ in range(3))
-    # 0.4 s on an idle machine, of which the interpreter itself takes some 0.03 s; told as a ratio, since machines are not idle.
-    assert min(seconds() for _ in range(3)) < 16 * bare + 0.1
-
-
-def _bare_seconds() -> float:
-    start = time.perf_counter()
-    subprocess.run([sys.executable, "-c", "pass"], capture_output=True, timeout=60, check=True)
-    return time.perf_counter() - start
+def test_help_loads_nothing_heavy() -> None:
+    """What makes `forebay --help` quick, rather than how quick it is on a machine of the day."""
+    script = (
+        "import sys; from forebay.cli.main import run; status = run(['--help']); "
+        "heavy = {'torch', 'fastapi', 'uvicorn', 'tokenizers', 'zmq', 'transformers'} & set(sys.modules); "
+        "sys.exit(f'loaded {sorted(heavy)}' if heavy or status else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
 
 
 def test_simulate_runs_histories_and_prints_one_document(capsys: pytest.CaptureFixture[str]) -> None:
