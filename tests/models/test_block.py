@@ -1,5 +1,7 @@
 """Blocks of a page under every cut: bytes that one grid wrote are the bytes another one reads."""
 
+import itertools
+
 import numpy as np
 import numpy.typing as npt
 from hypothesis import given
@@ -20,7 +22,7 @@ def written(page: Bytes, scales: Bytes, part: Part) -> Bytes:
 def cuts(draw: st.DrawFn, size: int) -> list[range]:
     inner = draw(st.sets(st.integers(1, size - 1))) if size > 1 else set()
     bounds = [0, *sorted(inner), size]
-    return [range(start, stop) for start, stop in zip(bounds, bounds[1:], strict=False)]
+    return [range(start, stop) for start, stop in itertools.pairwise(bounds)]
 
 
 @given(st.data(), st.integers(1, 6), st.integers(1, 4), st.integers(1, 5), st.integers(0, 3))
