@@ -4,9 +4,10 @@
     frontend  <- Outputs, FlushDone, Snapshot ------------  planner
     worker    -- Hello, Loaded, Ready, PlanDone,
                  TransferDone, Heartbeat, Fault,
-                 FetchProgress, StoreDone --------------->  planner
+                 FetchProgress, StagedTaken, StoreDone -->  planner
     worker    <- Allocate, Plan, Stop --------------------  planner     the plan channel
-    worker    <- Ticket, Cancel, Store -------------------  planner     the ticket channel, read by the worker's I/O thread
+    worker    <- Ticket, Cancel, Store,
+                 StagedTicket, StagedReturn --------------  planner     the ticket channel, read by the worker's I/O thread
 
 One frame is one version byte and one msgpack body, at most ``MAX_FRAME_BYTES`` long. Bodies are tagged arrays, so field
 *order* is the format: add fields at the end with a default, or raise ``PROTOCOL_VERSION``. `tests/core/test_messages.py`
@@ -309,6 +310,27 @@ class Store(_Message, frozen=True):
     pages: tuple[PageKey, ...]
 
 
+class StagedTicket(_Message, frozen=True):
+    """FETCH on the staged route, to the ranks of ``stage`` alone: between two forwards, ask for this rank's parts of ``pages`` and start
+    to read what is there; say `StagedTaken` at once."""
+
+    epoch: int
+    transfer: int
+    stage: int
+    pages: tuple[PageKey, ...]
+
+
+class StagedReturn(_Message, frozen=True):
+    """The stages behind ``stage`` have answered: between two forwards, once this rank's reads are done, say the final `FetchProgress`.
+
+    The last stage answers without being asked.
+    """
+
+    epoch: int
+    transfer: int
+    stage: int
+
+
 class Stop(_Message, frozen=True):
     """End in good order."""
 
@@ -387,6 +409,14 @@ class FetchProgress(_Message, frozen=True):
     final: bool
 
 
+class StagedTaken(_Message, frozen=True):
+    """This rank's compute loop has come to the `StagedTicket` and has started its reads."""
+
+    epoch: int
+    rank: int
+    transfer: int
+
+
 class StoreDone(_Message, frozen=True):
     """This rank has finished the STORE; ``stored``: one byte a page, 1 where its part is in the store."""
 
@@ -419,8 +449,8 @@ class Fault(_Message, frozen=True):
 ToPlanner = Submit | Abort | Flush | CancelFlush
 ToFrontend = Outputs | FlushDone | Snapshot
 ToWorker = Allocate | Plan | Stop
-ToWorkerIo = Ticket | Cancel | Store
-FromWorker = Hello | Loaded | Ready | PlanDone | TransferDone | FetchProgress | StoreDone | Heartbeat | Fault
+ToWorkerIo = Ticket | Cancel | Store | StagedTicket | StagedReturn
+FromWorker = Hello | Loaded | Ready | PlanDone | TransferDone | FetchProgress | StagedTaken | StoreDone | Heartbeat | Fault
 
 T = TypeVar("T")
 _VERSION = bytes([PROTOCOL_VERSION])

@@ -34,6 +34,7 @@ from forebay.core.messages import (
     PlanDone,
     ProtocolError,
     Snapshot,
+    StagedTaken,
     Store,
     StoreDone,
     Submit,
@@ -43,6 +44,7 @@ from forebay.core.messages import (
 )
 from forebay.core.replica import InFlight, PlannerConfig, Replica
 from forebay.core.request import Phase, Request, RequestState
+from forebay.core.staged import StagedOrder
 from forebay.core.statistics import Counters, tier_use
 from forebay.core.tickets import Query, QueryDone, release_ready
 from forebay.core.tree import Tier
@@ -86,6 +88,7 @@ Event = (
     | PlanDone
     | TransferDone
     | FetchProgress
+    | StagedTaken
     | StoreDone
     | QueryDone
     | Heartbeat
@@ -97,14 +100,14 @@ Event = (
 @dataclass(slots=True)
 class Effects:
     """What the caller must do, in this order: restart the grid if asked, send the plan and the orders to every rank (each on its own
-    channel), ask the store the queries, then tell the frontend.
+    channel; staged orders go to the ranks of their stage), ask the store the queries, then tell the frontend.
 
     ``restart``: end all ranks, start them as epoch ``planner.epoch``, and report `GridReady` or `GridLost`.
     """
 
     restart: str | None = None
     plan: Plan | None = None
-    orders: list[Ticket | Cancel | Store] = field(default_factory=list)
+    orders: list[Ticket | Cancel | Store | StagedOrder] = field(default_factory=list)
     queries: list[Query] = field(default_factory=list)
     outputs: list[Output] = field(default_factory=list)
     flushed: list[FlushDone] = field(default_factory=list)
@@ -179,7 +182,7 @@ class Planner:
                 if event.epoch == self.epoch and self.state is GridState.READY:
                     self._heard[event.rank] = now
                     self._plan_done(now, event)
-            case TransferDone() | FetchProgress() | StoreDone():
+            case TransferDone() | FetchProgress() | StagedTaken() | StoreDone():
                 if event.epoch == self.epoch and self.state is GridState.READY:
                     self._heard[event.rank] = now
                     self._transferred(now, event)
@@ -272,7 +275,7 @@ class Planner:
 
     # ------------------------------------------------------------------------------------------ transfers
 
-    def _transferred(self, now: float, done: TransferDone | FetchProgress | StoreDone) -> None:
+    def _transferred(self, now: float, done: TransferDone | FetchProgress | StagedTaken | StoreDone) -> None:
         replica = self.replica
         assert replica.cache is not None
         try:
@@ -283,6 +286,8 @@ class Planner:
                             replica.stores.want(node)
                 case FetchProgress():
                     replica.tickets.progressed(done, replica.cache, now)
+                case StagedTaken():
+                    replica.tickets.taken(done)
                 case StoreDone():
                     replica.stores.done(replica.cache, done)
         except ProtocolError as error:

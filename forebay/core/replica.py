@@ -23,7 +23,8 @@ class PlannerConfig:
 
     Rule R3: a rank silent for ``silence_s``, or a plan later than ``late_base_s`` + ``late_factor`` x its prediction, ends the
     epoch; after ``max_restarts`` epochs in a row in which no plan retired the grid has failed.
-    ``load_back_threshold``: fewer tokens in host memory are computed again rather than loaded.
+    ``load_back_threshold``: fewer tokens in host memory are computed again rather than loaded. ``staged``: stored prefixes are fetched
+    stage by stage, the baseline, instead of by ticket.
     """
 
     pp: int
@@ -41,6 +42,7 @@ class PlannerConfig:
     has_store: bool = False
     fetch_policy: FetchPolicy = FetchPolicy.TIMEOUT
     fetch_threshold: int = 256
+    staged: bool = False
     silence_s: float = 5.0
     late_base_s: float = 10.0
     late_factor: float = 5.0
@@ -107,7 +109,8 @@ class Replica:
 
     def __post_init__(self) -> None:
         config = self.config
-        self.tickets = TicketDesk(config.page_size, config.ranks, config.fetch_policy, config.fetch_threshold)
+        shape = (config.pp, config.tp)
+        self.tickets = TicketDesk(config.page_size, shape, config.fetch_policy, config.fetch_threshold, config.staged)
 
     def next_arrival(self) -> int:
         self._arrivals += 1

@@ -8,6 +8,9 @@
 A request that is asking or fetching is passed over by admission; it never holds up others. ``safe`` is the MIN over ranks of what each
 has in its own pages, from the front without a hole. Settled pages join the tree as host pages and stay pinned for the request until it
 is admitted. Pages beyond ``safe`` belong to the transfer until every rank has said its final word (rule R11).
+
+On the staged route (`core.staged`), the baseline, nobody asks ahead: host pages are taken for all that is missing, each stage asks for
+itself, and what a fetch that is cut short has brought is known only with the final words.
 """
 
 from collections import Counter
@@ -15,9 +18,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from forebay.core.messages import Cancel, FetchProgress, PageKey, ProtocolError, Ticket
+from forebay.core.messages import Cancel, FetchProgress, PageKey, ProtocolError, StagedTaken, Ticket
 from forebay.core.page_cache import PageCache
 from forebay.core.request import Phase, Request, RequestState
+from forebay.core.staged import StagedOrder, Walk
 from forebay.core.tree import NONE, Tier
 
 QUERY_S = 0.1
@@ -52,7 +56,7 @@ class QueryDone:
 
 @dataclass(slots=True)
 class _Flight:
-    """A ticket under way. ``anchor``: the page before its first, None at the root."""
+    """A ticket under way. ``anchor``: the page before its first, None at the root. ``walk``: on the staged route alone."""
 
     hashes: list[bytes]
     pages: list[int]
@@ -62,6 +66,7 @@ class _Flight:
     running: set[int]  # ranks that have not said their final word
     issued_at: float
     deadline: float
+    walk: Walk | None
     cancelled: bool = False
     settled: int = 0
 
@@ -75,15 +80,18 @@ class Orders:
     """What one step has to tell ranks and store."""
 
     queries: list[Query] = field(default_factory=list)
-    tickets: list[Ticket | Cancel] = field(default_factory=list)
+    tickets: list[Ticket | Cancel | StagedOrder] = field(default_factory=list)
 
 
 class TicketDesk:
     """All queries and tickets of one replica."""
 
-    def __init__(self, page_size: int, ranks: int, policy: FetchPolicy, threshold_tokens: int) -> None:
+    def __init__(self, page_size: int, shape: tuple[int, int], policy: FetchPolicy, threshold_tokens: int, staged: bool = False) -> None:
+        """``shape``: (pp, tp). ``staged``: fetch stage by stage."""
         self._page_size = page_size
-        self._ranks = ranks
+        self._shape = shape
+        self._ranks = shape[0] * shape[1]
+        self._staged = staged
         self._policy = policy
         self._threshold = threshold_tokens
         self._queries: dict[int, tuple[Request, float]] = {}
@@ -138,6 +146,10 @@ class TicketDesk:
             return
         if request.fetched:  # one ticket per request: never asked twice
             request.phase = Phase.SETTLED
+            return
+        if self._staged:
+            request.phase = Phase.SETTLED  # unless it gets host pages
+            self._issue(request, missing, cache, now)
             return
         self._number += 1
         self._queries[self._number] = (request, now + QUERY_S)
@@ -197,6 +209,9 @@ class TicketDesk:
         hashes = missing[: len(pages)]
         first = request.hashes.index(hashes[0])
         self._number += 1
+        keys = tuple(PageKey(page, hash) for page, hash in zip(pages, hashes, strict=True))
+        walk = Walk(self.epoch, self._number, keys, *self._shape) if self._staged else None
+        self.orders.tickets.append(Ticket(self.epoch, self._number, keys) if walk is None else walk.advance())
         flight = _Flight(
             hashes=hashes,
             pages=pages,
@@ -206,11 +221,10 @@ class TicketDesk:
             running=set(range(self._ranks)),
             issued_at=now,
             deadline=now + self._patience(len(pages)),
+            walk=walk,
         )
         self._flights[self._number] = flight
         self._fetching |= dict.fromkeys(hashes, self._number)
-        keys = tuple(PageKey(page, hash) for page, hash in zip(pages, hashes, strict=True))
-        self.orders.tickets.append(Ticket(self.epoch, self._number, keys))
         request.phase = Phase.FETCHING
         request.fetched = True
         self.outcomes["issued"] += 1
@@ -263,8 +277,22 @@ class TicketDesk:
         flight.progress[ack.rank] = ack.pages
         if ack.final:
             flight.running.discard(ack.rank)
+            if flight.walk is not None and not flight.cancelled:
+                self._order(flight.walk.answered(ack.rank, flight.running))
         if not flight.running:
             self._close(ack.transfer, flight, cache, now)
+
+    def taken(self, ack: StagedTaken) -> None:
+        """A rank has come to a staged ticket. Raises ``ProtocolError``."""
+        flight = self._flights.get(ack.transfer)
+        if flight is None or flight.walk is None or not flight.walk.expects(ack.rank):
+            raise ProtocolError(f"rank {ack.rank} took staged ticket {ack.transfer}, which it was not given")
+        if not flight.cancelled:
+            self._order(flight.walk.taken(ack.rank))
+
+    def _order(self, order: StagedOrder | None) -> None:
+        if order is not None:
+            self.orders.tickets.append(order)
 
     def drop(self, request: Request, cache: PageCache | None) -> None:
         """The request ends, wherever it is: it waits for nothing any more, and what was kept for it is let go."""
@@ -295,18 +323,31 @@ class TicketDesk:
     def _close(self, number: int, flight: _Flight, cache: PageCache, now: float) -> None:
         """All ranks have said their final word."""
         del self._flights[number]
-        if not flight.cancelled:
+        if flight.walk is not None or not flight.cancelled:
             self._settle(flight, flight.safe, cache)
+        if not flight.cancelled:
             self._measure(flight, now)
-            self.outcomes["complete" if flight.safe == len(flight.pages) else "short"] += 1
-            self.unused_pages["failed"] += len(flight.pages) - flight.safe
+            self._count(flight)
         self._forget_hashes(number, flight)
         for page in flight.pages[flight.settled :]:
             cache.free_host(page)
         self._wake(flight, cache, now)
 
+    def _count(self, flight: _Flight) -> None:
+        """How a ticket ended that nobody cut short. On the staged route it may have been a miss all along."""
+        if flight.walk is not None and not flight.safe:
+            self.outcomes["miss"] += 1
+            return
+        self.outcomes["complete" if flight.safe == len(flight.pages) else "short"] += 1
+        if flight.walk is None:
+            self.unused_pages["failed"] += len(flight.pages) - flight.safe
+
     def _cut_short(self, number: int, flight: _Flight, cache: PageCache, why: str) -> None:
         """The policy says enough: what is safe now may be used now; the rest stays the transfer's until all final words."""
+        if flight.walk is not None:
+            self.outcomes[why] += 1
+            self._cancel(number, flight)
+            return
         self._settle(flight, flight.safe, cache)
         self.unused_pages[why] += len(flight.pages) - flight.settled
         self.outcomes[why] += 1
@@ -328,6 +369,8 @@ class TicketDesk:
         if not flight.cancelled:
             flight.cancelled = True
             self._forget_hashes(number, flight)
+            if flight.walk is not None:
+                flight.running.intersection_update(flight.walk.told)
             self.orders.tickets.append(Cancel(self.epoch, number))
 
     def _settle(self, flight: _Flight, safe: int, cache: PageCache) -> None:

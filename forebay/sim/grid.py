@@ -23,6 +23,9 @@ from forebay.core.messages import (
     Plan,
     PlanDone,
     Sample,
+    StagedReturn,
+    StagedTaken,
+    StagedTicket,
     Store,
     StoreDone,
     Ticket,
@@ -33,7 +36,8 @@ from forebay.core.messages import (
 from forebay.sim import model
 from forebay.sim.heap import Channel, EventHeap
 
-Acknowledgement = PlanDone | TransferDone | FetchProgress | StoreDone
+Acknowledgement = PlanDone | TransferDone | FetchProgress | StagedTaken | StoreDone
+Order = Ticket | Cancel | Store | StagedTicket | StagedReturn
 
 
 class ContentError(AssertionError):
@@ -115,6 +119,9 @@ class FakeRank:
         self._host: list[list[int | None]] = [[None] * page_size for _ in range(host_pages)]
         self.loading: set[int] = set()  # plans whose loads are not done
         self.cancelled: set[int] = set()
+        self.mailbox: list[StagedTicket] = []  # looked at between forwards
+        self.returned: set[int] = set()  # staged fetches that all stages behind have answered
+        self.read: dict[int, int] = {}  # staged fetches whose reads are done: pages
         self._slots: dict[int, _Slot] = {}
         self._digest = ZERO
         self._truth = truth
@@ -218,9 +225,11 @@ class FakeGrid:
         for rank, channel in zip(self.ranks, self._plans, strict=True):
             channel.send(self._delay(), lambda rank=rank: self._receive(rank, plan))  # type: ignore[misc]
 
-    def order(self, order: Ticket | Cancel | Store) -> None:
+    def order(self, order: Order) -> None:
         """On the ticket channel: taken by the rank's I/O side, whatever its compute loop does."""
         for rank, channel in zip(self.ranks, self._orders, strict=True):
+            if isinstance(order, StagedTicket | StagedReturn) and rank.rank // self._tp != order.stage:
+                continue
             channel.send(self._delay(), lambda rank=rank: self._take_order(rank, order))  # type: ignore[misc]
 
     def pause(self, rank: int) -> None:
@@ -259,12 +268,19 @@ class FakeGrid:
         done = TransferDone(self.epoch, rank.rank, backup.transfer, saved)
         engine.send(self._delay(), lambda: self._copied(rank, done))
 
-    def _take_order(self, rank: FakeRank, order: Ticket | Cancel | Store) -> None:
+    def _take_order(self, rank: FakeRank, order: Order) -> None:
         if self.dead or rank.paused:
             return
         match order:
             case Cancel():
                 rank.cancelled.add(order.transfer)
+                self._look(rank)
+            case StagedTicket():
+                rank.mailbox.append(order)
+                self._look(rank)
+            case StagedReturn():
+                rank.returned.add(order.transfer)
+                self._look(rank)
             case Ticket():
                 self._heap.after(self._delay(), lambda: self._fetch(rank, order, 0))
             case Store():
@@ -277,25 +293,46 @@ class FakeGrid:
                 done = StoreDone(self.epoch, rank.rank, order.transfer, bytes(stored))
                 self._store_engines[rank.rank].send(self._delay(), lambda: self._say(rank, done))
 
-    def _fetch(self, rank: FakeRank, ticket: Ticket, done: int) -> None:
+    def _look(self, rank: FakeRank) -> None:
+        """Between its forwards a rank takes what has come by the staged route, and answers what it may."""
+        if self.dead or rank.busy or rank.paused:
+            return
+        taken, rank.mailbox = rank.mailbox, []
+        for ticket in taken:
+            self._say(rank, StagedTaken(self.epoch, rank.rank, ticket.transfer))
+            self._fetch(rank, ticket, 0)
+        is_last = rank.rank // self._tp == self._pp - 1
+        for transfer, pages in tuple(rank.read.items()):
+            if is_last or transfer in rank.returned or transfer in rank.cancelled:
+                del rank.read[transfer]
+                self._say(rank, FetchProgress(self.epoch, rank.rank, transfer, pages, True))
+
+    def _end_fetch(self, rank: FakeRank, ticket: Ticket | StagedTicket, done: int) -> None:
+        if isinstance(ticket, StagedTicket):
+            rank.read[ticket.transfer] = done
+            self._look(rank)
+        else:
+            self._say(rank, FetchProgress(self.epoch, rank.rank, ticket.transfer, done, True))
+
+    def _fetch(self, rank: FakeRank, ticket: Ticket | StagedTicket, done: int) -> None:
         """One page after another; a Cancel begins no new read."""
         if self.dead or rank.paused:
             return
         if done == len(ticket.pages) or ticket.transfer in rank.cancelled:
-            self._say(rank, FetchProgress(self.epoch, rank.rank, ticket.transfer, done, True))
+            self._end_fetch(rank, ticket, done)
             return
         seconds = self._random.uniform(0, self._timing.fetch_high)
         self._heap.after(seconds, lambda: self._read(rank, ticket, done))
 
-    def _read(self, rank: FakeRank, ticket: Ticket, done: int) -> None:
+    def _read(self, rank: FakeRank, ticket: Ticket | StagedTicket, done: int) -> None:
         """A read that was under way writes its page, whatever has been cancelled meanwhile; a miss or a failure ends the ticket."""
         if self.dead or rank.paused:
             return
         fails = self._random.random() < self._timing.store_failures
         if fails or not rank.fetch(self._store, ticket.pages[done]):
-            self._say(rank, FetchProgress(self.epoch, rank.rank, ticket.transfer, done, True))
+            self._end_fetch(rank, ticket, done)
             return
-        if done % 2:  # acknowledged in batches of two
+        if done % 2 and isinstance(ticket, Ticket):  # acknowledged in batches of two
             self._say(rank, FetchProgress(self.epoch, rank.rank, ticket.transfer, done + 1, False))
         self._fetch(rank, ticket, done + 1)
 
@@ -330,6 +367,7 @@ class FakeGrid:
         self._acks[rank.rank].send(self._delay(), lambda: self._tell(done))
         if plan.backup is not None:
             self._back_up(rank, plan.backup)
+        self._look(rank)
         self._try_run(rank)
 
     def _hand_over(self, rank: FakeRank, number: int) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from forebay.core import invariants
-from forebay.core.messages import Abort, Flush, GridState, PlanDone, Store, Submit, Ticket, pack_tokens
+from forebay.core.messages import Abort, Flush, GridState, PlanDone, StagedTicket, Store, Submit, Ticket, pack_tokens
 from forebay.core.planner import Effects, Event, GridLost, GridReady, Planner
 from forebay.core.replica import PlannerConfig
 from forebay.core.sampling import SamplingParams
@@ -43,6 +43,7 @@ class Options:
     has_store: bool
     fetch_policy: FetchPolicy
     fetch_threshold: int
+    staged: bool
     store_losses: int
     query_s: float
     chunk_size: int
@@ -73,6 +74,7 @@ class Report:
     loaded_tokens: int = 0
     fetched_tokens: int = 0
     tickets: int = 0
+    staged: int = 0
     stores: int = 0
     outcomes: dict[str, int] = field(default_factory=dict)
     loads: int = 0
@@ -99,6 +101,7 @@ def draw(randomness: random.Random) -> Options:
         has_store=choice([False, True, True]),
         fetch_policy=choice(list(FetchPolicy)),
         fetch_threshold=choice([0, page_size, 3 * page_size]),
+        staged=choice([False, False, True]),
         store_losses=choice([0, 0, 2]),
         query_s=choice([0.001, 0.01, 0.5]),
         chunk_size=choice([1, 4, 8, 16, 32]),
@@ -260,6 +263,7 @@ class History:
         for order in effects.orders:
             assert self._grid is not None
             self.report.tickets += isinstance(order, Ticket)
+            self.report.staged += isinstance(order, StagedTicket)
             self.report.stores += isinstance(order, Store)
             self._grid.order(order)
         for query in effects.queries:
@@ -350,5 +354,6 @@ def _config(options: Options) -> PlannerConfig:
         has_store=options.has_store,
         fetch_policy=options.fetch_policy,
         fetch_threshold=options.fetch_threshold,
+        staged=options.staged and not options.pauses,  # without heartbeats nothing tells of a rank that never looks
         silence_s=float("inf"),  # ranks here send no heartbeats; a paused one shows by its late plan
     )
