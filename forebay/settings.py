@@ -48,6 +48,7 @@ class Schedule(StrEnum):
 
 class FetchRoute(StrEnum):
     TICKET = "ticket"
+    STAGED = "staged"
     OFF = "off"
 
 
@@ -106,7 +107,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     write_policy: Annotated[WritePolicy, Setting("when a full page is copied to host memory")] = WritePolicy.WRITE_THROUGH
     store: Annotated[str, Setting("the store below host memory (L3): embedded, forebay://HOST:PORT, file:DIR or none")] = "none"
     fetch_route: Annotated[
-        FetchRoute, Setting("how a stored prefix reaches the stages: by ticket to all at once while the request waits, or not at all")
+        FetchRoute,
+        Setting(
+            "how a stored prefix reaches the stages: by ticket to all at once while the request waits, stage by stage between forwards "
+            "(the usual way, to compare with), or not at all"
+        ),
     ] = FetchRoute.TICKET
     fetch_policy: Annotated[
         FetchPolicy,

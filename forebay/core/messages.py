@@ -311,8 +311,8 @@ class Store(_Message, frozen=True):
 
 
 class StagedTicket(_Message, frozen=True):
-    """FETCH on the staged route, to the ranks of ``stage`` alone: between two forwards, ask for this rank's parts of ``pages`` and start
-    to read what is there; say `StagedTaken` at once."""
+    """FETCH on the staged route, to the ranks of ``stage`` alone: between two forwards, ask for this rank's parts of ``pages`` and
+    start to read what is there; say `StagedTaken` at once."""
 
     epoch: int
     transfer: int

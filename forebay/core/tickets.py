@@ -86,7 +86,9 @@ class Orders:
 class TicketDesk:
     """All queries and tickets of one replica."""
 
-    def __init__(self, page_size: int, shape: tuple[int, int], policy: FetchPolicy, threshold_tokens: int, staged: bool = False) -> None:
+    def __init__(
+        self, page_size: int, shape: tuple[int, int], policy: FetchPolicy, threshold_tokens: int, staged: bool = False
+    ) -> None:
         """``shape``: (pp, tp). ``staged``: fetch stage by stage."""
         self._page_size = page_size
         self._shape = shape

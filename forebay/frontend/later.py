@@ -19,7 +19,7 @@ LATER: dict[str, str | None] = {
 
 
 # Name -> how values begin that a setting of today does not take yet.
-LATER_VALUES = {"store": ("valkey://", "mooncake://"), "fetch_route": ("staged",)}
+LATER_VALUES = {"store": ("valkey://", "mooncake://")}
 
 
 def refuse_later(given: Mapping[str, Any]) -> dict[str, Any]:

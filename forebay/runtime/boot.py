@@ -45,7 +45,8 @@ class WorkerBoot(msgspec.Struct, frozen=True):
     """One rank's world. ``rank`` = stage * tp + tp_rank.
 
     ``device_memory``: bytes for this rank's KV pages (0: what the device has left once the weights are loaded); ``host_memory``
-    likewise for its host pages. ``store_url`` and ``store_secret``: the store below them, if any. ``max_plan_tokens``: no plan has
+    likewise for its host pages. ``store_url`` and ``store_secret``: the store below them, if any; ``staged``: its pages come by the
+    staged route. ``max_plan_tokens``: no plan has
     more tokens. Plans come and acks go over ``plan_endpoint`` with ``plan_identity``; heartbeats, tickets and their acks go over
     ``io_endpoint`` with ``io_identity``, on a thread of its own. ``flight_dir``: where a flight record goes on a fault;
     ``timeline_dir``: where the ring goes at the end, if anywhere.
@@ -72,6 +73,7 @@ class WorkerBoot(msgspec.Struct, frozen=True):
     host_memory: int = 0
     store_url: str | None = None
     store_secret: str | None = None
+    staged: bool = False
     flight_dir: str | None = None
     timeline_dir: str | None = None
 

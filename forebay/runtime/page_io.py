@@ -2,6 +2,8 @@
 
     ticket channel --Ticket, Cancel, Store--> `take` (I/O thread) --> fetch threads / store thread --> acknowledgements
 
+On the staged route tickets go through the compute loop instead (`runtime.staged`).
+
 A ticket is read in batches from the front; the first page that does not come ends it. Whatever a store does on a bad day shortens this
 rank's progress and nothing else: every order is acknowledged with its final word (rule R11, field reports P18, B7).
 """
@@ -12,14 +14,27 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from forebay.core.messages import Cancel, FetchProgress, FromWorker, PageKey, Store, StoreDone, Ticket, ToWorkerIo
+from forebay.core.messages import (
+    Cancel,
+    FetchProgress,
+    FromWorker,
+    PageKey,
+    StagedReturn,
+    StagedTicket,
+    Store,
+    StoreDone,
+    Ticket,
+    ToWorkerIo,
+)
 from forebay.observe.events import SpanKind, SpanRing
 from forebay.runtime.host_pool import HostPool
+from forebay.runtime.staged import StagedRoute
 from forebay.store.backend import GetItem, PageStore, PutItem, Status
 
 FETCH_THREADS = 2  # a long ticket must not hold up a short one (field report P14)
 BATCH_BYTES = 8 << 20
 FETCH_TIMEOUT_S = 10.0
+STAGED_QUERY_S = 0.1
 STORE_TIMEOUT_S = 20.0
 _THERE = (Status.OK, Status.EXISTS)
 
@@ -28,7 +43,15 @@ class PageIo:
     """Carries out the planner's orders. ``say``: sends an acknowledgement, from any thread, in order."""
 
     def __init__(
-        self, store: PageStore, host: HostPool, part: bytes, epoch: int, rank: int, ring: SpanRing, say: Callable[[FromWorker], None]
+        self,
+        store: PageStore,
+        host: HostPool,
+        part: bytes,
+        epoch: int,
+        rank: int,
+        is_last_stage: bool,
+        ring: SpanRing,
+        say: Callable[[FromWorker], None],
     ) -> None:
         self._store = store
         self._host = host
@@ -43,6 +66,7 @@ class PageIo:
         self._lock = threading.Lock()
         self._fetchers = ThreadPoolExecutor(FETCH_THREADS, "fetch")
         self._storer = ThreadPoolExecutor(1, "store")
+        self.staged = StagedRoute(epoch, rank, is_last_stage, ring, self._fetch_staged, say)
 
     def take(self, order: ToWorkerIo) -> None:
         """Start what the planner asks for; returns at once. Orders of another epoch are dropped (rule R1)."""
@@ -50,13 +74,15 @@ class PageIo:
             return
         match order:
             case Ticket():
-                with self._lock:
-                    self._live.add(order.transfer)
+                self._begin(order.transfer)
                 self._fetchers.submit(self._fetch, order)
+            case StagedTicket() | StagedReturn():
+                self.staged.take(order)
             case Cancel():
                 with self._lock:
                     if order.transfer in self._live:
                         self._cancelled.add(order.transfer)
+                self.staged.take(order)
             case Store():
                 self._storer.submit(self._put, order)
 
@@ -69,25 +95,51 @@ class PageIo:
         self._store.close()
 
     def _fetch(self, ticket: Ticket) -> None:
+        def progress(pages: int) -> None:
+            if pages < len(ticket.pages):
+                self._say(FetchProgress(self._epoch, self._rank, ticket.transfer, pages, False))
+
+        done = self._read_all(ticket.transfer, lambda: ticket.pages, progress)
+        self._say(FetchProgress(self._epoch, self._rank, ticket.transfer, done, True))
+
+    def _fetch_staged(self, ticket: StagedTicket) -> None:
+        """On the compute loop: this rank asks for its own part and reads what is there, on a fetch thread."""
+
+        def present() -> Sequence[PageKey]:
+            hashes = [page.hash for page in ticket.pages]
+            return ticket.pages[: self._store.match_prefix(hashes, (self._part,), hint=True, timeout_s=STAGED_QUERY_S)]
+
+        def work() -> None:
+            self.staged.read(ticket.transfer, self._read_all(ticket.transfer, present, lambda pages: None))
+
+        self._begin(ticket.transfer)
+        self._fetchers.submit(work)
+
+    def _begin(self, transfer: int) -> None:
+        with self._lock:
+            self._live.add(transfer)
+
+    def _read_all(self, transfer: int, wanted: Callable[[], Sequence[PageKey]], progress: Callable[[int], None]) -> int:
+        """Read batch after batch, with ``progress`` after each; how many pages came, from the front."""
         began = time.monotonic_ns()
         done = 0
         try:
-            while done < len(ticket.pages) and not self._is_cancelled(ticket.transfer):
-                batch = ticket.pages[done : done + self._batch]
+            pages = wanted()
+            while done < len(pages) and not self._is_cancelled(transfer):
+                batch = pages[done : done + self._batch]
                 read = self._read(batch)
                 done += read
                 if read < len(batch):
                     break
-                if done < len(ticket.pages):
-                    self._say(FetchProgress(self._epoch, self._rank, ticket.transfer, done, False))
+                progress(done)
         except Exception:  # a store should answer with statuses; whatever it does instead is a miss from here on
             traceback.print_exc()
         finally:
             with self._lock:
-                self._live.discard(ticket.transfer)
-                self._cancelled.discard(ticket.transfer)
-            self._ring.record(SpanKind.FETCH, began, ticket.transfer, done)
-            self._say(FetchProgress(self._epoch, self._rank, ticket.transfer, done, True))
+                self._live.discard(transfer)
+                self._cancelled.discard(transfer)
+            self._ring.record(SpanKind.FETCH, began, transfer, done)
+        return done
 
     def _read(self, pages: Sequence[PageKey]) -> int:
         """How many of ``pages`` came, from the front."""

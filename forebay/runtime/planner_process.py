@@ -164,7 +164,7 @@ class PlannerProcess:
             for order in effects.orders:
                 # Orders of a step that lost its grid are for ranks that are gone.
                 if self._ranks is not None and order.epoch == self._ranks.epoch:
-                    self._ranks.order(encode(order), self._io)
+                    self._ranks.order(order, self._io)
         except zmq.ZMQError as error:
             lost.append(GridLost(self._planner.epoch, f"a rank cannot be reached: {error}"))
         for query in effects.queries:
@@ -253,7 +253,8 @@ def planner_config(boot: PlannerBoot) -> PlannerConfig:
         write_policy=settings.write_policy,
         has_store=settings.store != "none",
         fetch_policy=settings.fetch_policy,
-        fetch_threshold=settings.fetch_threshold if settings.fetch_route is FetchRoute.TICKET else NEVER_TOKENS,
+        fetch_threshold=NEVER_TOKENS if settings.fetch_route is FetchRoute.OFF else settings.fetch_threshold,
+        staged=settings.fetch_route is FetchRoute.STAGED,
     )
 
 
@@ -285,6 +286,7 @@ def worker_template(boot: PlannerBoot, config: PlannerConfig, store: StoreDesk |
         host_memory=boot.host_memory,
         store_url=None if store is None else store.address.url,
         store_secret=None if store is None else store.address.secret,
+        staged=config.staged,
         max_plan_tokens=config.max_plan_tokens,
         max_running=settings.max_running,
         max_context=boot.max_context,

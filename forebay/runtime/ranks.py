@@ -27,8 +27,12 @@ from forebay.core.messages import (
     Loaded,
     PlanDone,
     Ready,
+    StagedReturn,
+    StagedTaken,
+    StagedTicket,
     Stop,
     StoreDone,
+    ToWorkerIo,
     TransferDone,
     encode,
 )
@@ -67,6 +71,7 @@ class Ranks:
         """``worker``: what all ranks are told; epoch, rank, endpoints and identities are filled in here."""
         self.epoch = epoch
         self._max_pages = -(-boot.max_context // worker.page_size) * worker.max_running
+        self._tp = worker.tp
         self._ranks: list[_Rank] = []
         self._started = False
         for rank in range(worker.pp * worker.tp):
@@ -99,7 +104,7 @@ class Ranks:
             case Ready():
                 member.ready = message
                 return self._all_ready()
-            case PlanDone() | TransferDone() | FetchProgress() | StoreDone() | Heartbeat():
+            case PlanDone() | TransferDone() | FetchProgress() | StagedTaken() | StoreDone() | Heartbeat():
                 return message if self._started else None
             case Fault():
                 return self._fault(f"rank {rank}: {message.text}", message.hopeless)
@@ -121,9 +126,16 @@ class Ranks:
         for rank in self._ranks:
             plans.send_multipart((rank.plan_identity, frame), zmq.NOBLOCK)
 
-    def order(self, frame: bytes, io: "zmq.Socket[bytes]") -> None:
-        """On the ticket channel, to every rank. Raises ``zmq.ZMQError`` if a rank is gone or does not drain its channel."""
-        for rank in self._ranks:
+    def order(self, order: ToWorkerIo, io: "zmq.Socket[bytes]") -> None:
+        """On the ticket channel, to every rank, or to those of its stage if it names one.
+
+        Raises ``zmq.ZMQError`` if a rank is gone or does not drain its channel.
+        """
+        frame = encode(order)
+        ranks = self._ranks
+        if isinstance(order, StagedTicket | StagedReturn):
+            ranks = ranks[order.stage * self._tp : (order.stage + 1) * self._tp]
+        for rank in ranks:
             io.send_multipart((rank.io_identity, frame), zmq.NOBLOCK)
 
     def end(self, reason: str, plans: "zmq.Socket[bytes]", grace_s: float) -> None:

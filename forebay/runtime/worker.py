@@ -40,6 +40,7 @@ from forebay.runtime.page_io import PageIo
 from forebay.runtime.part import part_name
 from forebay.runtime.rank import LoadedRank, MemoryShortage, ReadyRank, load
 from forebay.runtime.stage_link import LinkError
+from forebay.runtime.staged import StagedRoute
 from forebay.runtime.store_access import StoreAddress, open_for_rank
 from forebay.runtime.worker_io import WorkerIo, connect
 from forebay.store.backends.open import StoreURLError
@@ -58,6 +59,7 @@ class Worker:
         self._channel = connect(self._context, boot.plan_endpoint, boot.plan_identity)
         self._io = WorkerIo(self._context, boot.io_endpoint, boot.io_identity, boot.epoch, boot.rank)
         self._ring = SpanRing(f"rank {boot.rank}")
+        self._staged: StagedRoute | None = None
 
     def run(self) -> int:
         """Serve until Stop; returns the exit status. Every failure becomes one Fault."""
@@ -112,7 +114,9 @@ class Worker:
             return None
         store = open_for_rank(StoreAddress(boot.store_url, boot.store_secret))
         part = part_name(loaded.config, loaded.shard)
-        page_io = PageIo(store, ready.host, part, boot.epoch, boot.rank, self._ring, self._io.send)
+        page_io = PageIo(store, ready.host, part, boot.epoch, boot.rank, ready.grid.place.is_last, self._ring, self._io.send)
+        if boot.staged:
+            self._staged = page_io.staged
         self._io.serve_orders(page_io.take)
         return page_io
 
@@ -123,6 +127,8 @@ class Worker:
     def _receive(self) -> Allocate | Plan | Stop:
         """The next message of this epoch; others are dropped (rule R1)."""
         while True:
+            if self._staged is not None:
+                self._staged.wait(self._channel)
             message = decode_to_worker(self._channel.recv())
             if message.epoch == self._boot.epoch:
                 return message

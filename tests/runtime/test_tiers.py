@@ -71,6 +71,18 @@ def test_a_restarted_server_is_warm_from_the_store(model: Path, plain: list[list
     assert cached(again) > cached(first)
 
 
+@pytest.mark.parametrize("tp", [1, 2])
+def test_the_staged_route_brings_the_same_pages_stage_by_stage(model: Path, plain: list[list[int]], tmp_path: Path, tp: int) -> None:
+    work = prompts(12, seed=1)
+    url = f"file:{tmp_path / 'pages'}"
+    first = run(model, work, pp=2, tp=tp, store=url, fetch_route="off")
+    again = run(model, work, pp=2, tp=tp, store=url, fetch_route="staged", fetch_policy="wait")
+    assert text(first) == text(again) == plain
+    longest = max(range(len(work)), key=lambda index: len(work[index]))
+    assert again[longest].num_cached_tokens == len(work[longest]) // PAGE * PAGE, "every full page of it was stored"
+    assert cached(again) > cached(first)
+
+
 def test_damaged_files_cost_recomputing_and_nothing_else(model: Path, plain: list[list[int]], tmp_path: Path) -> None:
     work = prompts(12, seed=1)
     url = f"file:{tmp_path / 'pages'}"
