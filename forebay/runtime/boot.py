@@ -46,7 +46,8 @@ class WorkerBoot(msgspec.Struct, frozen=True):
 
     ``device_memory``: bytes for this rank's KV pages (0: what the device has left once the weights are loaded); ``host_memory``
     likewise for its host pages. ``store_url`` and ``store_secret``: the store below them, if any; ``staged``: its pages come by the
-    staged route. ``max_plan_tokens``: no plan has
+    staged route; ``namespace``: what all pages there share whatever grid wrote them (`core.hashing.root_hash` without a salt).
+    ``max_plan_tokens``: no plan has
     more tokens. Plans come and acks go over ``plan_endpoint`` with ``plan_identity``; heartbeats, tickets and their acks go over
     ``io_endpoint`` with ``io_identity``, on a thread of its own. ``flight_dir``: where a flight record goes on a fault;
     ``timeline_dir``: where the ring goes at the end, if anywhere.
@@ -74,6 +75,7 @@ class WorkerBoot(msgspec.Struct, frozen=True):
     store_url: str | None = None
     store_secret: str | None = None
     staged: bool = False
+    namespace: bytes = b""
     flight_dir: str | None = None
     timeline_dir: str | None = None
 

@@ -28,8 +28,9 @@ from forebay.core.messages import (
 )
 from forebay.observe.events import SpanKind, SpanRing
 from forebay.runtime.host_pool import HostPool
+from forebay.runtime.page_reader import PageReader
 from forebay.runtime.staged import StagedRoute
-from forebay.store.backend import GetItem, PageStore, PutItem, Status
+from forebay.store.backend import PageStore, PutItem, Status
 
 FETCH_THREADS = 2  # a long ticket must not hold up a short one (field report P14)
 BATCH_BYTES = 8 << 20
@@ -40,11 +41,13 @@ _THERE = (Status.OK, Status.EXISTS)
 
 
 class PageIo:
-    """Carries out the planner's orders. ``say``: sends an acknowledgement, from any thread, in order."""
+    """Carries out the planner's orders. ``part``: the name of this rank's piece of a page, as it is stored. ``say``: sends an
+    acknowledgement, from any thread, in order."""
 
     def __init__(
         self,
         store: PageStore,
+        reader: PageReader,
         host: HostPool,
         part: bytes,
         epoch: int,
@@ -54,6 +57,7 @@ class PageIo:
         say: Callable[[FromWorker], None],
     ) -> None:
         self._store = store
+        self._reader = reader
         self._host = host
         self._part = part
         self._epoch = epoch
@@ -107,7 +111,7 @@ class PageIo:
 
         def present() -> Sequence[PageKey]:
             hashes = [page.hash for page in ticket.pages]
-            return ticket.pages[: self._store.match_prefix(hashes, (self._part,), hint=True, timeout_s=STAGED_QUERY_S)]
+            return ticket.pages[: self._reader.match(hashes, STAGED_QUERY_S)]
 
         def work() -> None:
             self.staged.read(ticket.transfer, self._read_all(ticket.transfer, present, lambda pages: None))
@@ -127,7 +131,7 @@ class PageIo:
             pages = wanted()
             while done < len(pages) and not self._is_cancelled(transfer):
                 batch = pages[done : done + self._batch]
-                read = self._read(batch)
+                read = self._reader.read(batch, FETCH_TIMEOUT_S)
                 done += read
                 if read < len(batch):
                     break
@@ -140,13 +144,6 @@ class PageIo:
                 self._cancelled.discard(transfer)
             self._ring.record(SpanKind.FETCH, began, transfer, done)
         return done
-
-    def _read(self, pages: Sequence[PageKey]) -> int:
-        """How many of ``pages`` came, from the front."""
-        size = self._host.block_bytes
-        items = [GetItem(page.hash + self._part, 0, size, self._host.block(page.host)) for page in pages]
-        statuses = self._store.get_into(items, FETCH_TIMEOUT_S)
-        return next((index for index, status in enumerate(statuses) if status is not Status.OK), len(items))
 
     def _put(self, order: Store) -> None:
         began = time.monotonic_ns()

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import zmq
 
+from forebay.core.hashing import root_hash
 from forebay.core.messages import (
     GridState,
     MessageError,
@@ -27,9 +28,8 @@ from forebay.core.messages import (
 from forebay.core.planner import Effects, Event, GridLost, Planner
 from forebay.core.replica import PlannerConfig
 from forebay.models.config import load_config
-from forebay.models.shard import shards
 from forebay.runtime.boot import PlannerBoot, WorkerBoot, die_with_parent, new_endpoint, read_boot
-from forebay.runtime.part import part_name
+from forebay.runtime.layouts import Layout
 from forebay.runtime.ranks import END_S, Endpoints, Ranks
 from forebay.runtime.store_access import StoreDesk
 from forebay.settings import FetchRoute, Schedule
@@ -258,12 +258,16 @@ def planner_config(boot: PlannerBoot) -> PlannerConfig:
     )
 
 
-def open_store_desk(boot: PlannerBoot) -> StoreDesk:
+def namespace(config: PlannerConfig) -> bytes:
+    """What all stored pages of this model, KV dtype and page size share, whatever grid wrote them and whatever salts their keys."""
+    return root_hash(config.fingerprint, config.kv_dtype, config.page_size)
+
+
+def open_store_desk(boot: PlannerBoot, config: PlannerConfig) -> StoreDesk:
     """The store that the settings name. Ends the process with one line if it does not answer."""
-    config = load_config(Path(boot.model_path))
-    parts = [part_name(config, shard) for stage in shards(config, boot.settings.pp, boot.settings.tp) for shard in stage]
+    own = Layout.of(load_config(Path(boot.model_path)), config.pp, config.tp)
     try:
-        return StoreDesk(boot.settings.store, parts)
+        return StoreDesk(boot.settings.store, own, namespace(config))
     except StoreURLError as error:
         _log(str(error))
         raise SystemExit(2) from error
@@ -287,6 +291,7 @@ def worker_template(boot: PlannerBoot, config: PlannerConfig, store: StoreDesk |
         store_url=None if store is None else store.address.url,
         store_secret=None if store is None else store.address.secret,
         staged=config.staged,
+        namespace=namespace(config),
         max_plan_tokens=config.max_plan_tokens,
         max_running=settings.max_running,
         max_context=boot.max_context,
@@ -304,7 +309,7 @@ def main() -> None:
     boot = read_boot(PlannerBoot)
     die_with_parent(boot.parent_pid)
     config = planner_config(boot)
-    store = open_store_desk(boot) if config.has_store else None
+    store = open_store_desk(boot, config) if config.has_store else None
     PlannerProcess(boot, worker_template(boot, config, store), config, store).run()
 
 

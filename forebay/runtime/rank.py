@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from forebay.core.messages import Allocate
+from forebay.models.block import Block, Part
 from forebay.models.config import ModelConfig, load_config
 from forebay.models.errors import ModelError
 from forebay.models.kv import KVPool, kv_page_bytes
@@ -61,6 +62,12 @@ class LoadedRank:
     @property
     def page_bytes(self) -> int:
         return kv_page_bytes(self.config, self.shard, self.boot.page_size, self.stage.dtype)
+
+    @property
+    def block(self) -> Block:
+        """How a page of this rank lies in host memory and in the store."""
+        head_bytes = self.boot.page_size * self.config.head_dim * self.stage.dtype.itemsize
+        return Block(Part.of(self.config, self.shard), head_bytes)
 
     @property
     def weight_bytes(self) -> int:

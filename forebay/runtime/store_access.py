@@ -12,11 +12,13 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 
 from forebay.core.tickets import QUERY_S, Query, QueryDone
+from forebay.runtime.layouts import Layout, Manifest, match_prefix
 from forebay.store.backend import PageStore
 from forebay.store.backends.embedded import EmbeddedStore
 from forebay.store.backends.open import open_store
 
 QUERY_THREADS = 2
+ADD_TIMEOUT_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,13 +32,18 @@ class StoreAddress:
 class StoreDesk:
     """The planner's end: asks the store for it, off its loop. ``wake``: called on a query thread when an answer is there."""
 
-    def __init__(self, url: str, parts: list[bytes]) -> None:
-        """Raises ``StoreURLError`` if there is no such store or it does not answer."""
+    def __init__(self, url: str, own: Layout, namespace: bytes) -> None:
+        """``own``: this grid's layout; ``namespace`` as in `Manifest`.
+
+        Raises ``StoreURLError`` if there is no such store or it does not answer.
+        """
         store = open_store(url)
         assert store is not None
         self._store: PageStore = store
-        self._parts = parts
+        self._own = own
+        self._manifest = Manifest(store, namespace, own)
         self._threads = ThreadPoolExecutor(QUERY_THREADS, "query")
+        self._threads.submit(self._manifest.add_own, ADD_TIMEOUT_S)
         self.answers: SimpleQueue[QueryDone] = SimpleQueue()
         if isinstance(store, EmbeddedStore):
             self.address = StoreAddress(store.url, store.secret)
@@ -56,12 +63,13 @@ class StoreDesk:
         pages = 0
         try:
             if time.monotonic() - asked_at < QUERY_S:
-                pages = self._store.match_prefix(query.hashes, self._parts, hint=False, timeout_s=QUERY_S)
+                pages = match_prefix(self._store, query.hashes, self._own, self._manifest, QUERY_S)
         except Exception:  # a store should answer with a number; whatever it does instead is a miss
             traceback.print_exc()
         finally:
             self.answers.put(QueryDone(query.number, pages))
             wake()
+            self._manifest.add_own(ADD_TIMEOUT_S)
 
 
 def open_for_rank(address: StoreAddress) -> PageStore:

@@ -35,9 +35,10 @@ from forebay.observe.events import SpanRing
 from forebay.runtime.boot import WorkerBoot, die_with_parent, read_boot
 from forebay.runtime.execute import Executor
 from forebay.runtime.grid import DeviceError
+from forebay.runtime.layouts import Layout, Manifest
 from forebay.runtime.mirror import PlanError
 from forebay.runtime.page_io import PageIo
-from forebay.runtime.part import part_name
+from forebay.runtime.page_reader import PageReader
 from forebay.runtime.rank import LoadedRank, MemoryShortage, ReadyRank, load
 from forebay.runtime.stage_link import LinkError
 from forebay.runtime.staged import StagedRoute
@@ -113,8 +114,11 @@ class Worker:
         if boot.store_url is None:
             return None
         store = open_for_rank(StoreAddress(boot.store_url, boot.store_secret))
-        part = part_name(loaded.config, loaded.shard)
-        page_io = PageIo(store, ready.host, part, boot.epoch, boot.rank, ready.grid.place.is_last, self._ring, self._io.send)
+        own = Layout.of(loaded.config, boot.pp, boot.tp)
+        block = loaded.block
+        reader = PageReader(store, ready.host, block, own, Manifest(store, boot.namespace, own))
+        is_last = ready.grid.place.is_last
+        page_io = PageIo(store, reader, ready.host, block.part.name, boot.epoch, boot.rank, is_last, self._ring, self._io.send)
         if boot.staged:
             self._staged = page_io.staged
         self._io.serve_orders(page_io.take)

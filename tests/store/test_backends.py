@@ -70,6 +70,25 @@ def test_an_equal_put_exists_and_another_length_replaces(store: PageStore) -> No
     assert get(store, b"k", PAGE + 1) == b"b" * (PAGE + 1)
 
 
+def test_of_writers_of_one_key_that_come_at_once_one_wins_and_the_others_know(store: PageStore) -> None:
+    for round in range(5):
+        values = [bytes([number]) * 1000 for number in range(6)]
+        barrier = threading.Barrier(len(values))
+        won: list[bytes] = []
+
+        def work(value: bytes, key: bytes = b"race-%d" % round, start: threading.Barrier = barrier, won: list[bytes] = won) -> None:
+            start.wait()
+            if put(store, key, value) is Status.OK:
+                won.append(value)
+
+        threads = [threading.Thread(target=work, args=(value,)) for value in values]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(won) == 1 and get(store, b"race-%d" % round, 1000) == won[0]
+
+
 def test_any_contiguous_buffer_will_do_and_a_longer_one_is_filled_in_front(store: PageStore) -> None:
     import numpy as np
 

@@ -124,13 +124,13 @@ class DirectoryStore:
             with beside.open("xb", buffering=0) as file:
                 head = _HEAD.pack(_MAGIC, len(item.key), len(value), crc32c(value.data))
                 _write_all(file.fileno(), [memoryview(head + item.key), value.data])
-            beside.replace(path)
+            is_new = _publish(beside, path, total)
         except OSError:
             with contextlib.suppress(OSError):
                 beside.unlink()
             return Status.NO_SPACE
         self._used_now(path, total)
-        return Status.OK
+        return Status.OK if is_new else Status.EXISTS
 
     def _path(self, key: bytes) -> Path:
         return self._place(hashlib.sha256(key).hexdigest() + ".page")
@@ -209,6 +209,23 @@ def _value_of(data: "np.ndarray[tuple[int], np.dtype[np.uint8]]", key: bytes) ->
         return None
     value = data[begin:]
     return value if crc32c(value.data) == crc else None
+
+
+def _publish(beside: Path, path: Path, size: int) -> bool:
+    """Give a finished file its name. Of writers that come at once the first wins, and the others learn of it (False); an object of
+    another length is replaced. Raises ``OSError``."""
+    try:
+        os.link(beside, path)
+    except FileExistsError:
+        if path.stat().st_size == size:
+            beside.unlink()
+            return False
+        beside.replace(path)
+    except OSError:  # a file system without hard links
+        beside.replace(path)
+    else:
+        beside.unlink()
+    return True
 
 
 def _write_all(fd: int, parts: list[memoryview]) -> None:
