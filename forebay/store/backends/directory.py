@@ -30,6 +30,7 @@ _HEAD = struct.Struct("<4sIQI")
 _MAGIC = b"FBP1"
 _TRIES_AT_EVICTION = 16
 _FREE_CHECK_S = 1.0
+_numbers = itertools.count()  # of this process: it may have several stores in one directory
 
 
 class DirectoryStore:
@@ -47,7 +48,6 @@ class DirectoryStore:
         self._lock = threading.Lock()
         self._files: OrderedDict[str, int] = OrderedDict()  # name -> bytes, least recently used first
         self._used = 0
-        self._numbers = itertools.count()
         self._free_seen = (0.0, 0)
         self._sweep_temporary()
         self._load()
@@ -118,7 +118,7 @@ class DirectoryStore:
                 return Status.EXISTS
         if not self._make_room(total):
             return Status.NO_SPACE
-        beside = self._temporary / f"{os.getpid()}-{next(self._numbers)}"
+        beside = self._temporary / f"{os.getpid()}-{next(_numbers)}"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with beside.open("xb", buffering=0) as file:
