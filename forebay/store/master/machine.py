@@ -146,6 +146,9 @@ class Master:
     def _holder(self, now: float, session: int, message: HolderToMaster) -> None:
         state = self.state
         if isinstance(message, Register):
+            if state.sessions[session].holder is not None:
+                state.out.append(Close(session, "a holder registers once on a connection"))
+                return
             membership.register(state, now, session, message, self._token_key(message, session))
             return
         holder = state.sessions[session].holder

@@ -13,12 +13,17 @@ behind it (`wire.frames`). `tests/store/test_wire.py` holds golden bytes. ``code
 """
 
 from enum import IntEnum
+from typing import Annotated
 
 import msgspec
 
 MAX_KEYS = 8192
 MAX_KEY_BYTES = 1024
 MAX_TENANT_CHARS = 64
+MAX_GENERATION = 1 << 62  # far beyond what a clock in milliseconds, shifted by 20, reaches; so rising above it never overflows
+
+Natural = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+Generation = Annotated[int, msgspec.Meta(ge=0, le=MAX_GENERATION)]  # as a holder claims it
 
 
 class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
@@ -171,16 +176,16 @@ class Spot(_Part, frozen=True):
 
     holder: int
     tier: Tier
-    offset: int = 0
-    stamp: int = 0
+    offset: Natural = 0
+    stamp: Natural = 0
 
 
 class Place(_Part, frozen=True):
     """Where one key is; ``spots`` memory first. ``code`` is a ``Status``."""
 
     code: int
-    length: int = 0
-    generation: int = 0
+    length: Natural = 0
+    generation: Natural = 0
     spots: tuple[Spot, ...] = ()
 
 
@@ -196,7 +201,7 @@ class Room(_Part, frozen=True):
     """Where one replica is to be written; ``token`` proves to the holder that the master said so."""
 
     holder: int
-    offset: int
+    offset: Natural
     token: bytes
 
 
@@ -204,7 +209,7 @@ class Grant(_Part, frozen=True):
     """``code`` OK: write to ``rooms``, then PutEnd. EXISTS: it is there. AGAIN: no room yet, end what was granted and ask again."""
 
     code: int
-    generation: int = 0
+    generation: Natural = 0
     rooms: tuple[Room, ...] = ()
 
 
@@ -277,12 +282,12 @@ class Register(_Message, frozen=True):
     name: str
     instance: str
     host: str
-    port: int
+    port: Natural
     unix: str
     machine: str
-    memory_bytes: int
-    ssd_bytes: int
-    highest_generation: int
+    memory_bytes: Natural
+    ssd_bytes: Natural
+    highest_generation: Generation
     peers: list[str] = []
 
 
@@ -291,18 +296,18 @@ class HeldMemory(_Part, frozen=True):
 
     tenant: str
     key: bytes
-    generation: int
-    length: int
-    offset: int
-    stamp: int
+    generation: Generation
+    length: Natural
+    offset: Natural
+    stamp: Generation
     buried: bool = False
 
 
 class HeldSsd(_Part, frozen=True):
     tenant: str
     key: bytes
-    generation: int
-    length: int
+    generation: Generation
+    length: Natural
 
 
 class Grave(_Part, frozen=True):
@@ -311,7 +316,7 @@ class Grave(_Part, frozen=True):
 
     tenant: str
     key: bytes
-    generation: int
+    generation: Generation
     exact: bool = False
     behalf: str = ""
 
@@ -329,7 +334,7 @@ class Inventory(_Message, frozen=True):
 class Beat(_Message, frozen=True):
     """Every 0.5 s. ``ssd_state``: "none", "ok" or what is wrong with it, in one line."""
 
-    ssd_used: int
+    ssd_used: Natural
     ssd_state: str
     ssd_ok: bool
 
@@ -400,7 +405,7 @@ class Serving(_Message, frozen=True):
 class Retire(_Message, frozen=True):
     """Memory that holds nothing any more: (offset, stamp) pairs."""
 
-    ranges: list[tuple[int, int]]
+    ranges: list[tuple[Natural, Natural]]
 
 
 class Bury(_Message, frozen=True):
@@ -447,10 +452,10 @@ class Prefetchable(_Message, frozen=True):
 
 class Allotment(_Part, frozen=True):
     code: PrefetchCode
-    generation: int = 0
-    length: int = 0
-    offset: int = 0
-    stamp: int = 0
+    generation: Natural = 0
+    length: Natural = 0
+    offset: Natural = 0
+    stamp: Natural = 0
 
 
 class Allocated(_Message, frozen=True):
@@ -465,10 +470,10 @@ class Piece(_Part, frozen=True):
     """One object to write at ``offset`` under ``generation`` (= its stamp); ``crc`` is the CRC32C of its ``length`` bytes."""
 
     key: bytes
-    generation: int
-    offset: int
-    length: int
-    crc: int
+    generation: Natural
+    offset: Natural
+    length: Natural
+    crc: Natural
     token: bytes
 
 
@@ -482,10 +487,10 @@ class Write(_Message, frozen=True):
 class Slice(_Part, frozen=True):
     """``length`` bytes from ``start`` of the object in memory at ``offset`` under ``stamp``."""
 
-    offset: int
-    stamp: int
-    start: int
-    length: int
+    offset: Natural
+    stamp: Natural
+    start: Natural
+    length: Natural
 
 
 class ReadMemory(_Message, frozen=True):
@@ -499,9 +504,9 @@ class Cut(_Part, frozen=True):
     """``length`` bytes from ``start`` of a record of the log."""
 
     key: bytes
-    generation: int
-    start: int
-    length: int
+    generation: Natural
+    start: Natural
+    length: Natural
 
 
 class ReadSsd(_Message, frozen=True):
@@ -515,7 +520,7 @@ class Check(_Message, frozen=True):
     """Is this memory still the same object? Answer: ``Codes``."""
 
     call: int
-    ranges: list[tuple[int, int]]
+    ranges: list[tuple[Natural, Natural]]
 
 
 class CopyIn(_Message, frozen=True):
@@ -523,7 +528,7 @@ class CopyIn(_Message, frozen=True):
 
     call: int
     pieces: list[Piece]
-    at: list[int]
+    at: list[Natural]
 
 
 class CopyOut(_Message, frozen=True):
@@ -531,7 +536,7 @@ class CopyOut(_Message, frozen=True):
 
     call: int
     cuts: list[Cut]
-    at: list[int]
+    at: list[Natural]
 
 
 class PrefetchKeys(_Message, frozen=True):
