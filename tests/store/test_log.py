@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from forebay.store.crc import crc32c
+from forebay.store.holder import writer
 from forebay.store.holder.log.files import Directory, Lock, aligned_buffer
 from forebay.store.holder.log.log import Item, LogFull, SsdLog
 from forebay.store.holder.log.record import BLOCK_BYTES, Head, Kind, RecordError, padded, read_head, write_head
@@ -293,6 +294,29 @@ def test_memory_that_was_reused_before_it_was_logged_fails_its_checksum(tmp_path
     wait_for(lambda: desk.look().failed == [b"k"], 5)
     assert not desk.log.has(TENANT, b"k", 1) and desk.state == "ok"
     desk.close()
+
+
+def test_what_left_the_log_is_told_at_once_and_never_before_it_was_said_to_be_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The master must not go on believing in a record whose file was evicted, whatever waits for a sync meanwhile."""
+    monkeypatch.setattr(writer, "SYNC_EVERY_S", 60.0)
+    monkeypatch.setattr(writer, "SYNC_EVERY_BYTES", 1 << 40)
+    desk = Desk(Directory(tmp_path), capacity=12 * MIB)
+    for number in range(9):
+        desk.append(b"%d" % number, bytes(MIB), number + 1)
+    wait_for(lambda: desk.log.has(TENANT, b"8", 9))
+    desk.writer.submit(BuryJob(1, [Grave(TENANT, b"8", 9)]))  # removals are synced at once, and all before it is reported
+    wait_for(lambda: desk.look().logged == [b"%d" % number for number in range(9)])
+    for number in range(9, 30):
+        desk.append(b"%d" % number, bytes(MIB), number + 1)
+    wait_for(lambda: b"0" in desk.look().lost)
+    assert len(desk.logged) == 9, "these are still waiting for their sync"
+    assert {int(key) for key in desk.lost} <= set(range(9)), "told lost before it was told logged"
+    desk.close()
+    desk.look()
+    present = {int(key) for key in desk.logged} - {int(key) for key in desk.lost} - {8}
+    assert present == {number for number in range(30) if desk.log.has(TENANT, b"%d" % number, number + 1)}
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])

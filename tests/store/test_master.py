@@ -27,6 +27,7 @@ from forebay.store.wire.messages import (
     PutRevoke,
     PutStart,
     Query,
+    Register,
     Remove,
     StoreStats,
     Tier,
@@ -439,6 +440,28 @@ def test_what_no_log_will_ever_take_is_a_plain_cache_entry() -> None:
     world.step(FromHolder(holder.session, Dropped([HeldSsd("default", b"k", generation, PAGE)])))
     world.call(client, PutEnd(2, [b"k"], [generation], [()]))
     assert put(world, client, b"next", persist=False) == OK
+
+
+def test_a_record_that_left_the_log_before_its_puts_end_makes_nothing_durable() -> None:
+    world = World(quiet())
+    holder, client = world.holder(FakeHolder("h")), world.client()
+    granted = world.call(client, PutStart(1, [b"k"], [PAGE]))
+    assert isinstance(granted, Granted)
+    generation = world.write(granted, 0, "default", b"k", PAGE)
+    world.step(FromHolder(holder.session, Dropped([HeldSsd("default", b"k", generation, PAGE)])))
+    world.call(client, PutEnd(2, [b"k"], [generation], [()]))
+    assert [spot.tier for spot in get(world, client, b"k").places[0].spots] == [Tier.MEMORY]
+
+
+def test_a_holder_that_registers_twice_on_a_connection_loses_it() -> None:
+    """Found by fuzzing: the name it had first stayed present for ever, and that name's return ended the master."""
+    world = World(quiet())
+    holder, client = world.holder(FakeHolder("first")), world.client()
+    again = Register("second", "a", "127.0.0.1", 1, "", "here", 1 << 20, 0, 0, [])
+    world.step(FromHolder(holder.session, again))
+    assert holder.session in world.closed and "second" not in world.master.state.by_name
+    world.holder(FakeHolder("first"))
+    assert put(world, client, b"k") == OK
 
 
 def test_replicas_go_to_different_holders_and_losing_one_leaves_the_key_readable() -> None:

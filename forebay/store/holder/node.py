@@ -319,11 +319,11 @@ class Holder:
                     receipt.settle(entry, logged)
         hopeless = [one for one in report.failed if one.live and not one.buried] if report.state == "ok" else []
         lost = report.lost + [HeldSsd(one.tenant, one.key, one.generation, one.length) for one in hopeless]
-        if lost:
-            self._link.send(Dropped(lost))
         if report.logged:
             held = [HeldSsd(one.tenant, one.key, one.generation, one.length) for one in report.logged]
             self._link.send(Persisted(held))
+        if lost:
+            self._link.send(Dropped(lost))
         for op in report.buried:
             self._link.send(Buried(op))
         if report.state == "ok" and self._was_broken:

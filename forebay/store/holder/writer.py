@@ -58,7 +58,8 @@ Job = Append | BuryJob | ForgetJob
 
 @dataclass(slots=True)
 class Report:
-    """What became of jobs, in their order. ``failed``: not logged; the state says why, or the bytes did not match their CRC."""
+    """What became of jobs. ``failed``: not logged; the state says why, or the bytes did not match their CRC. ``lost``: left the log,
+    after it was logged if both are said of one entry."""
 
     logged: list[Entry] = field(default_factory=list)
     failed: list[Entry] = field(default_factory=list)
@@ -245,6 +246,7 @@ class LogWriter:
         due = self._fsync is Fsync.ALWAYS or force or waited or self._unsynced_bytes >= SYNC_EVERY_BYTES or report.buried
         if self._unsynced_since and self._fsync is not Fsync.NEVER:
             if not due:
+                self._report_lost()
                 return
             try:
                 self._log.sync()
@@ -258,6 +260,17 @@ class LogWriter:
             self._last_state = report.state
             self._unreported = Report()
             self._report(report)
+
+    def _report_lost(self) -> None:
+        """What left the log is told at once, before anyone counts on it; only what was not yet said to be there waits for that."""
+        if not self._unreported.lost:
+            return
+        unsaid = {(one.tenant, one.key, one.generation) for one in self._unreported.logged}
+        waits = [held for held in self._unreported.lost if (held.tenant, held.key, held.generation) in unsaid]
+        told = [held for held in self._unreported.lost if (held.tenant, held.key, held.generation) not in unsaid]
+        self._unreported.lost = waits
+        if told:
+            self._report(Report(lost=told, state=self._last_state))
 
     def _log_close_sync(self) -> None:
         try:

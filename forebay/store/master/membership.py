@@ -143,6 +143,7 @@ def dropped(state: State, holder: Holder, message: Dropped) -> None:
             _drop_ssd(state, known, holder)
         elif put is not None and put.object.generation == entry.generation:
             put.unloggable = True
+            put.persisted = [other for other in put.persisted if other is not holder]
 
 
 def _drop_ssd(state: State, object: Object, holder: Holder) -> None:
