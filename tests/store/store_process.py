@@ -11,15 +11,17 @@ from contextlib import contextmanager
 from pathlib import Path
 
 START_S = 30.0
-COMMAND = [sys.executable, "-c", "from forebay.cli.store import app; app(prog_name='forebay store')"]
 
 
 class Process:
-    """``forebay store ARGS --json``; ``said`` is what it printed when it had started."""
+    """``forebay store ARGS --json``; ``said`` is what it printed when it had started. ``prelude``: code that it runs first, which
+    makes its disk or its clock another one."""
 
-    def __init__(self, *args: str) -> None:
+    def __init__(self, *args: str, prelude: str = "") -> None:
         self.args = args
-        self.child = subprocess.Popen([*COMMAND, *args, "--json"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        self.prelude = prelude
+        command = [sys.executable, "-c", prelude + "\nfrom forebay.cli.store import app; app(prog_name='forebay store')"]
+        self.child = subprocess.Popen([*command, *args, "--json"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         assert self.child.stdout is not None and self.child.stderr is not None
         ready, _, _ = select.select([self.child.stdout], [], [], START_S)
         line = self.child.stdout.readline() if ready else b""
@@ -60,7 +62,7 @@ class Process:
         args = list(self.args)
         if "url" in self.said:
             args[args.index("--listen") + 1] = self.url.removeprefix("forebay://")
-        return Process(*args)
+        return Process(*args, prelude=self.prelude)
 
     def _reap(self) -> str:
         _, errors = self.child.communicate(timeout=20)
@@ -72,10 +74,11 @@ class Farm:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.prelude = ""  # of every process started from now on
         self.processes: list[Process] = []
 
     def run(self, *args: str) -> Process:
-        self.processes.append(Process(*args))
+        self.processes.append(Process(*args, prelude=self.prelude))
         return self.processes[-1]
 
     def again(self, process: Process) -> Process:
