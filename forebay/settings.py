@@ -36,6 +36,15 @@ class DType(StrEnum):
     BFLOAT16 = "bfloat16"
 
 
+class KvDType(StrEnum):
+    AUTO = "auto"
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+    INT8 = "int8"
+    FP8_E4M3 = "fp8_e4m3"
+
+
 class Device(StrEnum):
     CPU = "cpu"
     CUDA = "cuda"
@@ -94,6 +103,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         int | None, Setting("compute threads of one rank; cores / ranks on this machine if not given", "threads", 1, 1024)
     ] = None
     page_size: Annotated[int, Setting("tokens of a page: the one unit of caching, copying and evicting", "tokens", 1, 4096)] = 64
+    kv_dtype: Annotated[
+        KvDType,
+        Setting("numbers of the KV cache in all tiers; auto = as computed; int8 and fp8_e4m3 have a scale for each token and head"),
+    ] = KvDType.AUTO
     device_memory: Annotated[
         int | None,
         Setting("KV pages of one rank (L1); a share of the free memory if not given", "bytes", 1, short_range="a size such as 512MiB"),

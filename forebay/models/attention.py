@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from forebay.models.batch import Span, StageBatch
+from forebay.models.kv import KVSide
 
 # Rows of a prefill that attend together: fewer waste less on the diagonal, more make better matrix products.
 BLOCK_ROWS = 128
@@ -79,16 +80,16 @@ def plan_attention(batch: StageBatch, kv_heads: int, dtype: torch.dtype) -> Atte
     )
 
 
-def attend(plan: AttentionPlan, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+def attend(plan: AttentionPlan, q: Tensor, k: Tensor, v: Tensor, keys: KVSide, values: KVSide) -> Tensor:
     """Write `k`, `v` into the pool in place, then attend.
 
-    `q (T, heads, head_dim)`, `k`, `v (T, kv_heads, head_dim)`; `keys`, `values (pages, kv_heads, page_size, head_dim)`.
+    `q (T, heads, head_dim)`, `k`, `v (T, kv_heads, head_dim)`; `keys`, `values`: the layer's part of the pool.
     Returns `(T, heads * head_dim)`. The pool's pages are read and written only during the call.
     """
     head_dim = q.shape[-1]
-    for pool, new in ((keys, k), (values, v)):
+    for side, new in ((keys, k), (values, v)):
         rows = new if plan.write_rows is None else new.index_select(0, plan.write_rows)
-        pool.view(-1, head_dim).index_copy_(0, plan.slots, rows.reshape(-1, head_dim))
+        side.write(plan.slots, rows.reshape(-1, head_dim))
     if not plan.decodes and len(plan.prefills) == 1:
         return _prefill(plan.prefills[0], plan.causal, q, keys, values)
     if not plan.prefills and len(plan.decodes) == 1 and len(plan.decodes[0].rows) == q.shape[0]:
@@ -120,18 +121,12 @@ def _plan_decodes(group: list[int], batch: StageBatch, heads: Tensor, dtype: tor
     )
 
 
-def _gather(pool: Tensor, gather: Tensor, runs: int) -> Tensor:
-    """`(runs, keys, head_dim)`: page-heads strung together, `runs` (heads, or B x heads) equally long strings."""
-    page_size, head_dim = pool.shape[2:]
-    return pool.view(-1, page_size, head_dim).index_select(0, gather).view(runs, -1, head_dim)
-
-
-def _prefill(work: Prefill, causal: Tensor, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+def _prefill(work: Prefill, causal: Tensor, q: Tensor, keys: KVSide, values: KVSide) -> Tensor:
     """`(rows, heads, head_dim)` against context and itself; returns `(rows, heads * head_dim)`."""
     rows, heads, head_dim = q.shape
-    span, kv_heads = work.span, keys.shape[1]
+    span, kv_heads, page_size = work.span, *keys.pages.shape[1:3]
     groups = heads // kv_heads
-    k, v = (_gather(pool, work.gather, kv_heads) for pool in (keys, values))
+    k, v = (side.gather(work.gather, kv_heads, q.dtype) for side in (keys, values))
     query = q.view(rows, kv_heads, groups, head_dim).permute(1, 2, 0, 3)
     if q.device.type != "cpu":
         k, v = k[:, : span.total], v[:, : span.total]
@@ -140,7 +135,6 @@ def _prefill(work: Prefill, causal: Tensor, q: Tensor, keys: Tensor, values: Ten
         return F.scaled_dot_product_attention(query, k, v, attn_mask=visible).permute(2, 0, 1, 3).reshape(rows, -1)
     out = torch.empty(rows, kv_heads, groups, head_dim, dtype=q.dtype, device=q.device)
     query = query * head_dim**-0.5
-    page_size = keys.shape[2]
     for start in range(0, rows, BLOCK_ROWS):
         stop = min(start + BLOCK_ROWS, rows)
         own = span.context + start
@@ -153,11 +147,11 @@ def _prefill(work: Prefill, causal: Tensor, q: Tensor, keys: Tensor, values: Ten
     return out.view(rows, heads * head_dim)
 
 
-def _decode(work: Decodes, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+def _decode(work: Decodes, q: Tensor, keys: KVSide, values: KVSide) -> Tensor:
     """`(B, heads, head_dim)`, one row a sequence; returns `(B, heads * head_dim)`."""
     batch, heads, head_dim = q.shape
-    kv_heads = keys.shape[1]
-    k, v = (_gather(pool, work.gather, batch * kv_heads) for pool in (keys, values))
+    kv_heads = keys.pages.shape[1]
+    k, v = (side.gather(work.gather, batch * kv_heads, q.dtype) for side in (keys, values))
     query = (q * head_dim**-0.5).view(batch * kv_heads, heads // kv_heads, head_dim)
     scores = torch.bmm(query, k.transpose(1, 2))
     if work.mask is not None:

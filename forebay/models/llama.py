@@ -92,7 +92,7 @@ class Stage:
             q, k, v = self._project(layer, hidden, rope)
             if on_layer is not None:
                 on_layer(index)
-            attended = attend(plan, q, k, v, kv.keys[index], kv.values[index])
+            attended = attend(plan, q, k, v, *kv.sides(index))
             hidden = self._join(layer.o, attended, hidden)
             hidden = self._mlp(layer, hidden)
         return hidden if self._head is None else self._logits(hidden, batch.sample_rows)

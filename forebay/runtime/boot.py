@@ -25,12 +25,14 @@ _PR_SET_PDEATHSIG = 1
 
 
 class PlannerBoot(msgspec.Struct, frozen=True):
-    """What was resolved before the start: ``fingerprint`` of the model (DESIGN 4.1), ``dtype``, ``max_context`` in tokens,
-    ``threads``, ``device_memory`` and ``host_memory`` of each rank (bytes; 0 device memory = what the device has left)."""
+    """What was resolved before the start: ``fingerprint`` of the model (DESIGN 4.1), ``dtype``, ``kv_dtype`` (never ``auto``),
+    ``max_context`` in tokens, ``threads``, ``device_memory`` and ``host_memory`` of each rank (bytes; 0 device memory = what the
+    device has left)."""
 
     model_path: str
     fingerprint: bytes
     dtype: str
+    kv_dtype: str
     max_context: int
     threads: int
     device_memory: int
@@ -45,12 +47,12 @@ class WorkerBoot(msgspec.Struct, frozen=True):
     """One rank's world. ``rank`` = stage * tp + tp_rank.
 
     ``device_memory``: bytes for this rank's KV pages (0: what the device has left once the weights are loaded); ``host_memory``
-    likewise for its host pages. ``store_url`` and ``store_secret``: the store below them, if any; ``staged``: its pages come by the
-    staged route; ``namespace``: what all pages there share whatever grid wrote them (`core.hashing.root_hash` without a salt).
-    ``max_plan_tokens``: no plan has
-    more tokens. Plans come and acks go over ``plan_endpoint`` with ``plan_identity``; heartbeats, tickets and their acks go over
-    ``io_endpoint`` with ``io_identity``, on a thread of its own. ``flight_dir``: where a flight record goes on a fault;
-    ``timeline_dir``: where the ring goes at the end, if anywhere.
+    likewise for its host pages; ``kv_dtype``: a name of `models.kv_format`, or ``auto``. ``store_url`` and ``store_secret``: the
+    store below them, if any; ``staged``: its pages come by the staged route; ``namespace``: what all pages there share whatever grid
+    wrote them (`core.hashing.root_hash` without a salt). ``max_plan_tokens``: no plan has more tokens. Plans come and acks go over
+    ``plan_endpoint`` with ``plan_identity``; heartbeats, tickets and their acks go over ``io_endpoint`` with ``io_identity``, on a
+    thread of its own. ``flight_dir``: where a flight record goes on a fault; ``timeline_dir``: where the ring goes at the end, if
+    anywhere.
     """
 
     epoch: int
@@ -72,6 +74,7 @@ class WorkerBoot(msgspec.Struct, frozen=True):
     io_identity: bytes
     parent_pid: int
     host_memory: int = 0
+    kv_dtype: str = "auto"
     store_url: str | None = None
     store_secret: str | None = None
     staged: bool = False

@@ -21,7 +21,6 @@ from forebay.models.kv import KVPool
 from forebay.observe.events import SpanKind, SpanRing
 from forebay.runtime.host_pool import HostPool
 
-KEYS, VALUES = 0, 1
 COPY_DEADLINE_S = 60.0
 
 
@@ -60,7 +59,7 @@ class CopyEngine:
 
     def __init__(self, device: KVPool, host: HostPool, ring: SpanRing, saved: Callable[[int, int], None]) -> None:
         self._device = device
-        self._host = host
+        self._pieces = [list(zip(device.pieces(layer), host.pieces(layer), strict=True)) for layer in range(device.layers)]
         self._ring = ring
         self._saved = saved
         self._loads: SimpleQueue[tuple[Plan, LoadGate] | None] = SimpleQueue()
@@ -117,19 +116,16 @@ class CopyEngine:
             self._saved(backup.transfer, len(backup.copies))
 
     def _load_layer(self, copies: tuple[Copy, ...], layer: int) -> None:
-        keys, values, blocks = self._device.keys[layer], self._device.values[layer], self._host.blocks
-        for copy in copies:
-            keys[copy.device].copy_(blocks[copy.host, layer, KEYS])
-            values[copy.device].copy_(blocks[copy.host, layer, VALUES])
+        for device, host in self._pieces[layer]:
+            for copy in copies:
+                device[copy.device].copy_(host[copy.host])
         self._synchronize()
 
     def _save_page(self, copy: Copy) -> None:
-        block = self._host.blocks[copy.host]
-        for layer in range(self._device.layers):
-            block[layer, KEYS].copy_(self._device.keys[layer][copy.device])
-            block[layer, VALUES].copy_(self._device.values[layer][copy.device])
+        for pieces in self._pieces:
+            for device, host in pieces:
+                host[copy.host].copy_(device[copy.device])
 
     def _synchronize(self) -> None:
-        device = self._device.keys[0].device
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        if self._device.device.type == "cuda":
+            torch.cuda.synchronize(self._device.device)

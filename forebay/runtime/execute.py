@@ -93,8 +93,7 @@ class Executor:
     def forget(self) -> None:
         """As if no plan had run: a new mirror, and zeros in the pages that the old one names."""
         pages = torch.from_numpy(np.unique(np.concatenate([self._mirror.table(slot) for slot in range(self.limits.slots)])))
-        for tensor in (*self._pool.keys, *self._pool.values):
-            tensor.index_fill_(0, pages.to(tensor.device), 0)
+        self._pool.clear(pages)
         self._mirror = Mirror(self.limits)
 
     def _batch(self, steps: list[Step]) -> StageBatch:

@@ -17,7 +17,7 @@ from forebay.models.fingerprint import fingerprint
 from forebay.models.resolve import ResolvedModel
 from forebay.models.shard import check_tp, split_layers
 from forebay.runtime.boot import PlannerBoot, frame_boot, new_endpoint, new_identity
-from forebay.settings import Device, DType, Settings, format_size
+from forebay.settings import Device, DType, KvDType, Settings, format_size
 
 # Of the memory that is free at the start, for the device pages of all ranks of this machine when the device is the CPU. Host pages
 # take twice as much; weights and everything else share the rest.
@@ -79,10 +79,12 @@ def _boot(model: ResolvedModel, settings: Settings) -> PlannerBoot:
     device_memory = settings.device_memory or derive_device_memory(settings.device, ranks)
     host_memory = settings.host_memory or derive_host_memory(device_memory, ranks)
     _check_memory(settings.device, ranks, device_memory, host_memory)
+    dtype = config.dtype if settings.dtype is DType.AUTO else settings.dtype.value
     return PlannerBoot(
         model_path=str(model.path),
         fingerprint=identity,
-        dtype=config.dtype if settings.dtype is DType.AUTO else settings.dtype.value,
+        dtype=dtype,
+        kv_dtype=dtype if settings.kv_dtype is KvDType.AUTO else settings.kv_dtype.value,
         max_context=_max_context(config, settings),
         threads=settings.threads_per_rank or max(len(os.sched_getaffinity(0)) // ranks, 1),
         device_memory=device_memory,

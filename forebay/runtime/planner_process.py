@@ -249,13 +249,18 @@ def planner_config(boot: PlannerBoot) -> PlannerConfig:
         max_waiting=settings.max_waiting,
         prefix_first=settings.schedule is Schedule.PREFIX,
         fingerprint=boot.fingerprint,
-        kv_dtype=boot.dtype,
+        kv_dtype=kv_namespace(boot.kv_dtype, boot.dtype),
         write_policy=settings.write_policy,
         has_store=settings.store != "none",
         fetch_policy=settings.fetch_policy,
         fetch_threshold=NEVER_TOKENS if settings.fetch_route is FetchRoute.OFF else settings.fetch_threshold,
         staged=settings.fetch_route is FetchRoute.STAGED,
     )
+
+
+def kv_namespace(kv_dtype: str, dtype: str) -> str:
+    """What page hashes begin with: KV that was computed in another precision is other KV, however it is kept."""
+    return kv_dtype if kv_dtype == dtype else f"{kv_dtype} of {dtype}"
 
 
 def namespace(config: PlannerConfig) -> bytes:
@@ -283,6 +288,7 @@ def worker_template(boot: PlannerBoot, config: PlannerConfig, store: StoreDesk |
         tp=settings.tp,
         model_path=boot.model_path,
         dtype=boot.dtype,
+        kv_dtype=boot.kv_dtype,
         device=settings.device,
         threads=boot.threads,
         page_size=settings.page_size,

@@ -11,10 +11,11 @@ from pathlib import Path
 import torch
 
 from forebay.core.messages import Allocate
-from forebay.models.block import Block, Part
+from forebay.models.block import Block
 from forebay.models.config import ModelConfig, load_config
 from forebay.models.errors import ModelError
-from forebay.models.kv import KVPool, kv_page_bytes
+from forebay.models.kv import KVPool, page_block
+from forebay.models.kv_format import KvFormat, kv_format
 from forebay.models.llama import Stage, load_stage
 from forebay.models.shard import Shard, shards
 from forebay.observe.events import SpanRing
@@ -60,14 +61,17 @@ class LoadedRank:
     rendezvous: Rendezvous | None
 
     @property
-    def page_bytes(self) -> int:
-        return kv_page_bytes(self.config, self.shard, self.boot.page_size, self.stage.dtype)
+    def kv_format(self) -> KvFormat:
+        return kv_format(self.boot.kv_dtype, self.stage.dtype)
 
     @property
     def block(self) -> Block:
         """How a page of this rank lies in host memory and in the store."""
-        head_bytes = self.boot.page_size * self.config.head_dim * self.stage.dtype.itemsize
-        return Block(Part.of(self.config, self.shard), head_bytes)
+        return page_block(self.config, self.shard, self.boot.page_size, self.kv_format)
+
+    @property
+    def page_bytes(self) -> int:
+        return self.block.size
 
     @property
     def weight_bytes(self) -> int:
@@ -139,7 +143,7 @@ class LoadedRank:
 
     def _pool(self, pages: int) -> KVPool:
         try:
-            return KVPool(self.config, self.shard, pages, self.boot.page_size, self.stage.dtype, self.device)
+            return KVPool(self.config, self.shard, pages, self.boot.page_size, self.stage.dtype, self.device, self.kv_format)
         except (MemoryError, OSError, OverflowError, RuntimeError) as error:
             if not _is_shortage(error):
                 raise

@@ -55,7 +55,6 @@ def test_a_mistake_is_one_line(capsys: pytest.CaptureFixture[str], arguments: li
         ["serve", "demo", "--dp", "2"],
         ["serve", "demo", "--store", "valkey://h:1/0"],
         ["serve", "demo", "--host-mode", "staging"],
-        ["serve", "demo", "--kv-dtype", "int8"],
         ["serve", "demo", "--dynamic-chunking"],
         ["generate", "demo", "hi", "--store", "valkey://h:1/0"],
         ["bench", "ttft", "demo", "--json"],

@@ -14,6 +14,7 @@ import torch
 from forebay.models.batch import SequenceWork, build_batch
 from forebay.models.config import ModelConfig, load_config
 from forebay.models.kv import KVPool
+from forebay.models.kv_format import KvFormat
 from forebay.models.llama import Stage, load_stage
 from forebay.models.resolve import resolve_model
 from forebay.models.shard import shards
@@ -42,13 +43,21 @@ class Pipeline:
     seen_layers: list[int] = field(default_factory=list)
 
     @classmethod
-    def load(cls, path: Path, pp: int = 1, dtype: torch.dtype = torch.float32, pages: int = 64, page: int = PAGE) -> Pipeline:
+    def load(
+        cls,
+        path: Path,
+        pp: int = 1,
+        dtype: torch.dtype = torch.float32,
+        pages: int = 64,
+        page: int = PAGE,
+        form: KvFormat | None = None,
+    ) -> Pipeline:
         config = load_config(path)
         row = [stage[0] for stage in shards(config, pp, 1)]
         return cls(
             config,
             [load_stage(path, config, shard, dtype) for shard in row],
-            [KVPool(config, shard, pages, page, dtype, torch.device("cpu")) for shard in row],
+            [KVPool(config, shard, pages, page, dtype, torch.device("cpu"), form) for shard in row],
         )
 
     def run(self, ids: Sequence[int], works: Sequence[SequenceWork]) -> torch.Tensor:

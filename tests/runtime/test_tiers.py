@@ -83,6 +83,21 @@ def test_the_staged_route_brings_the_same_pages_stage_by_stage(model: Path, plai
     assert cached(again) > cached(first)
 
 
+@pytest.mark.parametrize("kv_dtype", ["float16", "int8", "fp8_e4m3"])
+def test_quantised_pages_come_back_from_every_tier_as_they_were(model: Path, tmp_path: Path, kv_dtype: str) -> None:
+    """Codes and scales: text that was computed on pages from host memory or the store equals text that never left the device."""
+    work = prompts(12, seed=1)
+    settings = {"pp": 2, "kv_dtype": kv_dtype}
+    alone = run(model, work, host_memory=1, **settings)
+    url = f"file:{tmp_path / 'pages'}"
+    moved = run(model, work, device_memory="80KiB", host_memory="1MiB", store=url, **settings)
+    again = run(model, work, store=url, fetch_policy="wait", **settings)
+    assert text(moved) == text(again) == text(alone)
+    assert cached(again) > cached(moved)
+    other = run(model, work[:1], store=url, fetch_policy="wait", pp=2)
+    assert cached(other) == 0, "pages of another format are other pages"
+
+
 def test_damaged_files_cost_recomputing_and_nothing_else(model: Path, plain: list[list[int]], tmp_path: Path) -> None:
     work = prompts(12, seed=1)
     url = f"file:{tmp_path / 'pages'}"
