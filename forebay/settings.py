@@ -55,6 +55,11 @@ class Schedule(StrEnum):
     PREFIX = "prefix"
 
 
+class HostMode(StrEnum):
+    CACHE = "cache"
+    STAGING = "staging"
+
+
 class FetchRoute(StrEnum):
     TICKET = "ticket"
     STAGED = "staged"
@@ -117,6 +122,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             "KV pages of one rank in host memory (L2); twice the device's if not given", "bytes", 1, short_range="a size such as 4GiB"
         ),
     ] = None
+    host_mode: Annotated[HostMode, Setting("host pages are a tier of their own, or there only on the way to and from the store")] = (
+        HostMode.CACHE
+    )
     write_policy: Annotated[WritePolicy, Setting("when a full page is copied to host memory")] = WritePolicy.WRITE_THROUGH
     store: Annotated[str, Setting("the store below host memory (L3): embedded, forebay://HOST:PORT, file:DIR or none")] = "none"
     fetch_route: Annotated[
@@ -211,7 +219,10 @@ def resolve(
             field = _known(key, known, caller)
             given[field.name] = (field.flag, value)
     by_name = {field.name: field for field in fields()}
-    return Settings(**{name: _convert(by_name[name], where, value) for name, (where, value) in given.items()})
+    settings = Settings(**{name: _convert(by_name[name], where, value) for name, (where, value) in given.items()})
+    if settings.host_mode is HostMode.STAGING and settings.store == "none":
+        raise SettingsError("--host-mode staging needs a store to stage pages for; name one with --store, or say --host-mode cache")
+    return settings
 
 
 def parse_size(text: str | int) -> int:

@@ -217,7 +217,7 @@ def _want_oldest(replica: Replica, cache: PageCache) -> None:
         return
     node = cache.tree.oldest(Tier.DEVICE)
     path = []
-    while node is not None and node.pages[Tier.HOST] == NONE:
+    while node is not None and node.pages[Tier.HOST] == NONE and not (cache.staging and node.stored):
         path.append(node)
         node = node.parent
     for ancestor in reversed(path):

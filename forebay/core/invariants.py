@@ -13,6 +13,7 @@ I10 the tree counts its unpinned pages right
 I11 host pages belong to nodes or to backups under way; what a backup copies keeps its device page pinned
 I12 a batch to the store, and what a ticket has brought for a waiting request, pin their host pages
 I13 a load that no plan carries yet pins its node in both tiers
+I14 with staging host pages, something that moves or waits needs each of them, or a page below it
 """
 
 from collections import Counter
@@ -34,6 +35,7 @@ def check(replica: Replica) -> None:
     _check_pages(replica, cache)
     _check_tree(cache)
     _check_flight(replica, cache)
+    _check_staging(cache)
     _check_requests(replica)
 
 
@@ -63,7 +65,7 @@ def _check_pages(replica: Replica, cache: PageCache) -> None:
             pins[Tier.DEVICE][node.hash] += 1
             host_pages[page] += 1
     host_pages.update(replica.tickets.held_pages)
-    for nodes in (*replica.stores.in_flight, *(request.ready for request in replica.requests.values())):
+    for nodes in (*replica.stores.in_flight, replica.stores.pinned, *(request.ready for request in replica.requests.values())):
         for node in nodes:
             assert node.pages[Tier.HOST] != NONE, "I12: a pinned host page is not there"
             pins[Tier.HOST][node.hash] += 1
@@ -103,6 +105,11 @@ def _check_tree(cache: PageCache) -> None:
     for tier in TIERS:
         unpinned = sum(node.pages[tier] != NONE and not node.pins[tier] for node in cache.tree)
         assert cache.tree.unpinned(tier) == unpinned, f"I10: {tier.name} counts {cache.tree.unpinned(tier)}, is {unpinned}"
+
+
+def _check_staging(cache: PageCache) -> None:
+    if cache.staging:
+        assert cache.tree.oldest(Tier.HOST) is None, "I14: a host page outlives its transfer"
 
 
 def _check_flight(replica: Replica, cache: PageCache) -> None:

@@ -22,12 +22,13 @@ class Fenced:
 
 
 class PageCache:
-    """L1 and L2 of one epoch. ``retired``: the newest plan that has retired."""
+    """L1 and L2 of one epoch. ``retired``: the newest plan that has retired. ``staging``: host pages are there for transfers alone."""
 
-    def __init__(self, device_pages: int, host_pages: int, retired: int) -> None:
+    def __init__(self, device_pages: int, host_pages: int, retired: int, staging: bool = False) -> None:
+        self.staging = staging
         self.device = PagePool(device_pages)
         self.host = PagePool(host_pages)
-        self.tree = PrefixTree()
+        self.tree = PrefixTree(staging)
         self.retired = retired
         self._fences: dict[int, list[Fenced]] = {}
 
@@ -105,9 +106,10 @@ class PageCache:
         return page
 
     def end_backup(self, node: Node, page: int, saved: bool) -> None:
-        """All ranks are done with the copy. Host residency stays closed: without its parent's host page a copy is worth nothing."""
+        """All ranks are done with the copy. Host residency stays closed: without its parent's host page a copy is worth nothing, unless
+        it is only on its way to the store."""
         node.saving = False
-        if saved and (node.parent is None or node.parent.pages[Tier.HOST] != NONE):
+        if saved and (self.staging or node.parent is None or node.parent.pages[Tier.HOST] != NONE):
             self.host.to_node(page, Owner.TRANSFER)
             self.tree.place(node, Tier.HOST, page)
             self.tree.unpin((node,), Tier.HOST)
@@ -169,6 +171,12 @@ class PageCache:
                 if tier is Tier.DEVICE:
                     progress |= self._unblock()
         return freed
+
+    def end_transfers(self) -> None:
+        """With ``staging``: let go of host pages that no transfer and no waiting request needs any more. Call after each step."""
+        if self.staging:
+            while (page := self.tree.evict(Tier.HOST)) is not None:
+                self.host.release(page, Owner.NODE)
 
     def held(self, tiers: Sequence[Tier]) -> int:
         return sum(self._pool(tier).capacity - self._pool(tier).free for tier in tiers)

@@ -283,7 +283,7 @@ class Planner:
                 case TransferDone():
                     for node in replica.backups.done(replica.cache, done):
                         if self.config.has_store:
-                            replica.stores.want(node)
+                            replica.stores.want(replica.cache, node)
                 case FetchProgress():
                     replica.tickets.progressed(done, replica.cache, now)
                 case StagedTaken():
@@ -319,6 +319,7 @@ class Planner:
         store = replica.stores.start(replica.cache, self.config.ranks, self.epoch)
         if store is not None:
             self._effects.orders.append(store)
+        replica.cache.end_transfers()
 
     def _heard_plan(self, rank: int) -> int:
         """The newest plan that ``rank`` has acknowledged."""

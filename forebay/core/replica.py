@@ -24,7 +24,7 @@ class PlannerConfig:
     Rule R3: a rank silent for ``silence_s``, or a plan later than ``late_base_s`` + ``late_factor`` x its prediction, ends the
     epoch; after ``max_restarts`` epochs in a row in which no plan retired the grid has failed.
     ``load_back_threshold``: fewer tokens in host memory are computed again rather than loaded. ``staged``: stored prefixes are fetched
-    stage by stage, the baseline, instead of by ticket.
+    stage by stage, the baseline, instead of by ticket. ``staging``: host pages only for the time of a transfer.
     """
 
     pp: int
@@ -43,6 +43,7 @@ class PlannerConfig:
     fetch_policy: FetchPolicy = FetchPolicy.TIMEOUT
     fetch_threshold: int = 256
     staged: bool = False
+    staging: bool = False
     silence_s: float = 5.0
     late_base_s: float = 10.0
     late_factor: float = 5.0
@@ -93,8 +94,8 @@ class Replica:
     computing: dict[bytes, Request] = field(default_factory=dict)  # full pages that a running request has yet to compute
     in_flight: deque[InFlight] = field(default_factory=deque)
     loads: list[Node] = field(default_factory=list)  # host pages that the next plan brings to the device
-    backups: BackupQueue = field(default_factory=BackupQueue)
-    stores: StoreQueue = field(default_factory=StoreQueue)
+    backups: BackupQueue = field(init=False)
+    stores: StoreQueue = field(init=False)
     tickets: TicketDesk = field(init=False)
     pace: Pace = field(default_factory=Pace)
     built: int = 0
@@ -109,6 +110,8 @@ class Replica:
 
     def __post_init__(self) -> None:
         config = self.config
+        self.backups = BackupQueue(config.staging)
+        self.stores = StoreQueue(config.staging)
         shape = (config.pp, config.tp)
         self.tickets = TicketDesk(config.page_size, shape, config.fetch_policy, config.fetch_threshold, config.staged)
 
@@ -132,7 +135,7 @@ class Replica:
 
     def start_epoch(self, epoch: int, device_pages: int, host_pages: int, s_per_token: float, now: float) -> None:
         self.tickets.epoch = epoch
-        self.cache = PageCache(device_pages, host_pages, self.built)
+        self.cache = PageCache(device_pages, host_pages, self.built, self.config.staging)
         self.digest = ZERO
         self.pace = Pace(s_per_token)
         self.last_retired_at = now

@@ -3,7 +3,8 @@
         want(node) --> wanted queue --a batch is free--> in flight --StoreDone from all ranks--> stored, or tried once more
 
 A page counts as stored when *every* rank has stored its part; what failed anywhere is not stored (and is retried a bounded number of
-times). The host page is pinned until all ranks have acknowledged. ``Node.stored`` is a hint that saves storing twice.
+times). The host page is pinned until all ranks have acknowledged; with staging host pages from the moment that it is wanted, since
+nothing else would keep it. ``Node.stored`` is a hint that saves storing twice.
 """
 
 from collections import deque
@@ -30,7 +31,8 @@ class _Batch:
 class StoreQueue:
     """What is to be stored, and what is being stored."""
 
-    def __init__(self) -> None:
+    def __init__(self, staging: bool) -> None:
+        self._staging = staging
         self._wanted: deque[Node] = deque()
         self._batches: dict[int, _Batch] = {}
         self._transfers = 0
@@ -47,13 +49,24 @@ class StoreQueue:
         """Something is on its way to the store: what a query misses now may be there soon."""
         return bool(self._wanted or self._batches)
 
-    def want(self, node: Node) -> None:
+    @property
+    def pinned(self) -> list[Node]:
+        """Nodes whose host pages are pinned before their batch is built, for the invariants."""
+        return list(self._wanted) if self._staging else []
+
+    def want(self, cache: PageCache, node: Node) -> None:
+        """``node`` has a host page."""
         if len(self._wanted) >= MAX_WANTED:
             self.failed_pages += 1
         elif not node.stored and not node.storing:
             node.storing = True
             node.tries = 0
-            self._wanted.append(node)
+            self._queue(cache, node)
+
+    def _queue(self, cache: PageCache, node: Node) -> None:
+        if self._staging:
+            cache.tree.pin(node, Tier.HOST)
+        self._wanted.append(node)
 
     def start(self, cache: PageCache, ranks: int, epoch: int) -> Store | None:
         """The next batch, its host pages pinned; None if there is nothing or enough under way."""
@@ -63,7 +76,8 @@ class StoreQueue:
             if node.stale or node.pages[Tier.HOST] == NONE:
                 node.storing = False
                 continue
-            cache.tree.pin(node, Tier.HOST)
+            if not self._staging:
+                cache.tree.pin(node, Tier.HOST)
             nodes.append(node)
         if not nodes:
             return None
@@ -83,18 +97,18 @@ class StoreQueue:
             batch.stored[index] &= stored
         if not batch.waits_for:
             del self._batches[ack.transfer]
-            cache.tree.unpin(batch.nodes, Tier.HOST)
             for node, stored in zip(batch.nodes, batch.stored, strict=True):
-                self._settle(node, bool(stored))
+                self._settle(cache, node, bool(stored))
+            cache.tree.unpin(batch.nodes, Tier.HOST)
 
-    def _settle(self, node: Node, stored: bool) -> None:
+    def _settle(self, cache: PageCache, node: Node, stored: bool) -> None:
         node.tries += 1
         node.stored = stored
         if stored:
             self.stored_pages += 1
             node.storing = False
         elif node.tries < MAX_TRIES and not node.stale:
-            self._wanted.append(node)
+            self._queue(cache, node)
         else:
             self.failed_pages += 1
             node.storing = False

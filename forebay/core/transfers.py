@@ -4,7 +4,8 @@
 
 The queue is in the order in which pages became full, so root comes before leaf and there are no holes. A page that finds no host
 page stays wanted with all its descendants, and is tried again with the next plan. Nobody waits for a backup. What a transfer has
-saved is the MIN over ranks of what each has.
+saved is the MIN over ranks of what each has. With staging host pages a backup is only the way to the store: what is there already is
+not saved again, and a page does not need its parent's host page.
 """
 
 from collections import deque
@@ -41,7 +42,8 @@ class _InFlight:
 class BackupQueue:
     """What is to be copied to the host, and what is being copied."""
 
-    def __init__(self) -> None:
+    def __init__(self, staging: bool) -> None:
+        self._staging = staging
         self._wanted: deque[Node] = deque()
         self._in_flight: dict[int, _InFlight] = {}
         self._transfers = 0
@@ -52,6 +54,8 @@ class BackupQueue:
         return {number: list(zip(flight.nodes, flight.pages, strict=True)) for number, flight in self._in_flight.items()}
 
     def want(self, node: Node) -> None:
+        if self._staging and (node.stored or node.storing):
+            return
         if not (node.private or node.wanted or node.saving or node.pages[Tier.HOST] != NONE):
             node.wanted = True
             self._wanted.append(node)
@@ -102,18 +106,16 @@ class BackupQueue:
         self._wanted.clear()
         self._in_flight.clear()
 
-    @staticmethod
-    def _stays_wanted(node: Node) -> bool:
+    def _stays_wanted(self, node: Node) -> bool:
         """There is something to save, and it waits for a host page, its own or an ancestor's."""
         if node.stale or node.pages[Tier.DEVICE] == NONE or node.pages[Tier.HOST] != NONE:
             return False
         parent = node.parent
-        return parent is None or parent.wanted or parent.saving or parent.pages[Tier.HOST] != NONE
+        return self._staging or parent is None or parent.wanted or parent.saving or parent.pages[Tier.HOST] != NONE
 
-    @staticmethod
-    def _may_be_saved(node: Node) -> bool:
+    def _may_be_saved(self, node: Node) -> bool:
         """It is still there, and its parent has a host page or will have one before it."""
         if node.stale or node.saving or node.pages[Tier.DEVICE] == NONE or node.pages[Tier.HOST] != NONE:
             return False
         parent = node.parent
-        return parent is None or parent.saving or parent.pages[Tier.HOST] != NONE
+        return self._staging or parent is None or parent.saving or parent.pages[Tier.HOST] != NONE

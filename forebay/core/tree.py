@@ -10,6 +10,8 @@ What eviction may take (rule R9, least recently used first by a tick, never a cl
     device page   unpinned, and the node has a host page too, or no child depends on it: then the node goes with its page
     host page     unpinned, and no child has a host page: the host-resident nodes under a host-resident parent are a closed set
 A node without a page in either tier is deleted: there are no stubs. The resident nodes stay prefix-closed.
+
+With ``staging`` host pages are there for transfers alone: they do not let their device page go before its descendants.
 """
 
 import heapq
@@ -69,7 +71,8 @@ class Node:
 class PrefixTree:
     """Nodes by page hash, with pins and an eviction order for each tier."""
 
-    def __init__(self) -> None:
+    def __init__(self, staging: bool = False) -> None:
+        self._staging = staging
         self._nodes: dict[bytes, Node] = {}
         self._tick = 0
         self._unpinned = [0, 0]
@@ -151,7 +154,7 @@ class PrefixTree:
         heap = self._candidates[tier]
         while heap:
             tick, _, node = heap[0]
-            if node.tick == tick and _evictable(node, tier):
+            if node.tick == tick and self._evictable(node, tier):
                 return node
             heapq.heappop(heap)
         return None
@@ -171,7 +174,7 @@ class PrefixTree:
                 above = node.parent
                 while above is not None and above.pages[Tier.DEVICE] == NONE:
                     above = above.parent
-                if above is not None and not above.pins[Tier.DEVICE] and above.pages[Tier.HOST] == NONE:
+                if above is not None and not above.pins[Tier.DEVICE] and (self._staging or above.pages[Tier.HOST] == NONE):
                     return self._take(node, Tier.HOST)
         return None
 
@@ -197,7 +200,7 @@ class PrefixTree:
         return page
 
     def _offer(self, node: Node, tier: Tier) -> None:
-        if not _evictable(node, tier):
+        if not self._evictable(node, tier):
             return
         heap = self._candidates[tier]
         self._serial += 1
@@ -206,16 +209,15 @@ class PrefixTree:
             seen: set[int] = set()
             fresh = []
             for entry in heap:
-                if entry[2].tick == entry[0] and _evictable(entry[2], tier) and id(entry[2]) not in seen:
+                if entry[2].tick == entry[0] and self._evictable(entry[2], tier) and id(entry[2]) not in seen:
                     seen.add(id(entry[2]))
                     fresh.append(entry)
             heapq.heapify(fresh)
             self._candidates[tier] = fresh
 
-
-def _evictable(node: Node, tier: Tier) -> bool:
-    if node.pages[tier] == NONE or node.pins[tier] or node.stale:
-        return False
-    if tier is Tier.DEVICE:
-        return node.pages[Tier.HOST] != NONE or not node.heirs
-    return not node.children[Tier.HOST] and (node.pages[Tier.DEVICE] != NONE or not node.heirs)
+    def _evictable(self, node: Node, tier: Tier) -> bool:
+        if node.pages[tier] == NONE or node.pins[tier] or node.stale:
+            return False
+        if tier is Tier.DEVICE:
+            return not node.heirs or (node.pages[Tier.HOST] != NONE and not self._staging)
+        return not node.children[Tier.HOST] and (node.pages[Tier.DEVICE] != NONE or not node.heirs)

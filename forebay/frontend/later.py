@@ -12,7 +12,6 @@ LATER: dict[str, str | None] = {
     "node_rank": "0",
     "dist_init_addr": None,
     "role": "unified",
-    "host_mode": None,
     "dynamic_chunking": None,
 }
 

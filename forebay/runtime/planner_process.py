@@ -32,7 +32,7 @@ from forebay.runtime.boot import PlannerBoot, WorkerBoot, die_with_parent, new_e
 from forebay.runtime.layouts import Layout
 from forebay.runtime.ranks import END_S, Endpoints, Ranks
 from forebay.runtime.store_access import StoreDesk
-from forebay.settings import FetchRoute, Schedule
+from forebay.settings import FetchRoute, HostMode, Schedule
 from forebay.store.backends.open import StoreURLError
 
 SNAPSHOT_S = 0.25
@@ -255,6 +255,7 @@ def planner_config(boot: PlannerBoot) -> PlannerConfig:
         fetch_policy=settings.fetch_policy,
         fetch_threshold=NEVER_TOKENS if settings.fetch_route is FetchRoute.OFF else settings.fetch_threshold,
         staged=settings.fetch_route is FetchRoute.STAGED,
+        staging=settings.host_mode is HostMode.STAGING,
     )
 
 

@@ -44,6 +44,7 @@ class Options:
     fetch_policy: FetchPolicy
     fetch_threshold: int
     staged: bool
+    staging: bool
     store_losses: int
     query_s: float
     chunk_size: int
@@ -102,6 +103,7 @@ def draw(randomness: random.Random) -> Options:
         fetch_policy=choice(list(FetchPolicy)),
         fetch_threshold=choice([0, page_size, 3 * page_size]),
         staged=choice([False, False, True]),
+        staging=choice([False, False, True]),
         store_losses=choice([0, 0, 2]),
         query_s=choice([0.001, 0.01, 0.5]),
         chunk_size=choice([1, 4, 8, 16, 32]),
@@ -355,5 +357,6 @@ def _config(options: Options) -> PlannerConfig:
         fetch_policy=options.fetch_policy,
         fetch_threshold=options.fetch_threshold,
         staged=options.staged and not options.pauses,  # without heartbeats nothing tells of a rank that never looks
+        staging=options.staging,
         silence_s=float("inf"),  # ranks here send no heartbeats; a paused one shows by its late plan
     )

@@ -43,6 +43,7 @@ def fails(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["generate", "demo", "hi", "--temperature", "hot"], "--temperature is 'hot'; allowed: a number"),
         (["generate", "demo", "hi", "--top-p", "2"], "top_p is 2.0"),
         (["generate", "/no/such/model", "hi"], "/no/such/model"),
+        (["serve", "demo", "--store", "none", "--host-mode", "staging"], "needs a store"),
     ],
 )
 def test_a_mistake_is_one_line(capsys: pytest.CaptureFixture[str], arguments: list[str], said: str) -> None:
@@ -54,7 +55,6 @@ def test_a_mistake_is_one_line(capsys: pytest.CaptureFixture[str], arguments: li
     [
         ["serve", "demo", "--dp", "2"],
         ["serve", "demo", "--store", "valkey://h:1/0"],
-        ["serve", "demo", "--host-mode", "staging"],
         ["serve", "demo", "--dynamic-chunking"],
         ["generate", "demo", "hi", "--store", "valkey://h:1/0"],
         ["bench", "ttft", "demo", "--json"],

@@ -71,6 +71,19 @@ def test_a_restarted_server_is_warm_from_the_store(model: Path, plain: list[list
     assert cached(again) > cached(first)
 
 
+@pytest.mark.parametrize("route", ["ticket", "staged"])
+def test_with_staging_host_pages_the_store_is_all_that_is_below_the_device(
+    model: Path, plain: list[list[int]], tmp_path: Path, route: str
+) -> None:
+    work = prompts(12, seed=1)
+    settings = {"pp": 2, "store": f"file:{tmp_path / 'pages'}", "host_mode": "staging", "fetch_route": route, "fetch_policy": "wait"}
+    first = run(model, work, **settings)
+    again = run(model, work, device_memory="80KiB", **settings)
+    assert text(first) == text(again) == plain
+    longest = max(range(len(work)), key=lambda index: len(work[index]))
+    assert again[longest].num_cached_tokens == len(work[longest]) // PAGE * PAGE, "every full page of it was stored"
+
+
 @pytest.mark.parametrize("tp", [1, 2])
 def test_the_staged_route_brings_the_same_pages_stage_by_stage(model: Path, plain: list[list[int]], tmp_path: Path, tp: int) -> None:
     work = prompts(12, seed=1)
