@@ -151,7 +151,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     schedule: Annotated[Schedule, Setting("order of admission: arrival, or longest cached prefix first")] = Schedule.FCFS
     seed: Annotated[int, Setting("seeds requests that bring none", low=0, high=2**63 - 1)] = 0
     timeline: Annotated[
-        Path | None, Setting("directory that receives every rank's span ring when the server ends; made if it is not there")
+        Path | None,
+        Setting("directory for all processes' spans when the server ends, and for flight records; made if it is not there"),
     ] = None
 
 

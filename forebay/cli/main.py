@@ -4,6 +4,7 @@ A user's mistake is one line on stderr and exit status 2. `--help` must be quick
 """
 
 import sys
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -15,7 +16,7 @@ from forebay.settings import SettingsError
 
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
-_LATER_COMMANDS = ("timeline", "doctor")
+_LATER_COMMANDS = ("doctor",)
 
 app = typer.Typer(
     name="forebay",
@@ -106,6 +107,18 @@ def simulate(
     from forebay.cli.simulate import run_simulation
 
     run_simulation(fuzz, seed, json)
+
+
+@app.command()
+def timeline(
+    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="flight records, or directories of them", show_default=False)],
+    output: Annotated[Path, typer.Option("--output", "-o", help="the trace to write")] = Path("trace.json"),
+    json: Json = False,
+) -> None:
+    """Merge the spans of all processes into one trace for https://ui.perfetto.dev or chrome://tracing."""
+    from forebay.cli.timeline import merge_timeline
+
+    merge_timeline(files, output, json)
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})

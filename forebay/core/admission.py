@@ -117,6 +117,7 @@ def _account(replica: Replica, request: Request, loads: Sequence[bool], now: flo
     host = min((len(loads) - sum(loads)) * page_size, request.computed - store)
     device = request.computed - host - store
     request.usage = Usage(cached_device=device, cached_host=host, cached_store=store, queue_s=now - request.arrived_at)
+    replica.spans.append(request.queue_span(now))
     replica.cached_device_tokens += device
     replica.cached_host_tokens += host
     replica.cached_store_tokens += store

@@ -32,6 +32,7 @@ class _Draft:
     sampling: list[tuple[int, Request]] = field(default_factory=list)
     requests: list[Request] = field(default_factory=list)
     work: float = 0.0
+    tokens: int = 0
 
 
 def build_plan(replica: Replica, epoch: int, now: float) -> Plan | None:
@@ -55,7 +56,8 @@ def build_plan(replica: Replica, epoch: int, now: float) -> Plan | None:
     )
     replica.built = plan.number
     replica.digest = plan.digest
-    replica.in_flight.append(InFlight(plan.number, now, draft.work, set(range(replica.config.ranks)), draft.sampling, draft.requests))
+    waits_for = set(range(replica.config.ranks))
+    replica.in_flight.append(InFlight(plan.number, now, draft.work, waits_for, draft.sampling, draft.requests, draft.tokens))
     return plan
 
 
@@ -146,6 +148,7 @@ def _add_piece(replica: Replica, draft: _Draft, request: Request, count: int) ->
         )
     )
     draft.work += work_of(count, start)
+    draft.tokens += count
     draft.requests.append(request)
     request.remaps.clear()
     request.sent = covered

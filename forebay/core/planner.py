@@ -44,6 +44,7 @@ from forebay.core.messages import (
 )
 from forebay.core.replica import InFlight, PlannerConfig, Replica
 from forebay.core.request import Phase, Request, RequestState
+from forebay.core.spans import SpanKind, TimedSpan
 from forebay.core.staged import StagedOrder
 from forebay.core.statistics import Counters, tier_use
 from forebay.core.tickets import Query, QueryDone, release_ready
@@ -102,7 +103,8 @@ class Effects:
     """What the caller must do, in this order: restart the grid if asked, send the plan and the orders to every rank (each on its own
     channel; staged orders go to the ranks of their stage), ask the store the queries, then tell the frontend.
 
-    ``restart``: end all ranks, start them as epoch ``planner.epoch``, and report `GridReady` or `GridLost`.
+    ``restart``: end all ranks, start them as epoch ``planner.epoch``, and report `GridReady` or `GridLost`. ``spans``: what has just
+    ended, for whoever keeps time.
     """
 
     restart: str | None = None
@@ -111,6 +113,7 @@ class Effects:
     queries: list[Query] = field(default_factory=list)
     outputs: list[Output] = field(default_factory=list)
     flushed: list[FlushDone] = field(default_factory=list)
+    spans: list[TimedSpan] = field(default_factory=list)
     state_changed: bool = False
 
 
@@ -138,7 +141,7 @@ class Planner:
         self.counters = Counters()
         self._flushes: deque[PendingFlush] = deque()
         self._restarts_without_progress = 0
-        self._was_ready = False
+        self.was_ready = False
         self._heard: list[float] = []
         self._effects = Effects()
 
@@ -158,6 +161,7 @@ class Planner:
                 admit(self.replica, now)
             effects.plan = building.build_plan(self.replica, self.epoch, now)
             self._collect_orders()
+        effects.spans = self.replica.take_spans()
         return effects
 
     def resume(self, now: float) -> None:
@@ -268,7 +272,8 @@ class Planner:
             return
         record = in_flight[done.number - in_flight[0].number]
         record.waits_for.remove(done.rank)
-        if done.rank == self.config.sampling_rank and not self._accept_samples(record, done):
+        self.replica.spans.append(TimedSpan(SpanKind.ACK, record.built_at, now, record.number, part=done.rank))
+        if done.rank == self.config.sampling_rank and not self._accept_samples(now, record, done):
             return
         while in_flight and not in_flight[0].waits_for:
             self._retire(now, in_flight.popleft())
@@ -328,7 +333,7 @@ class Planner:
                 return record.number - 1
         return self.replica.built
 
-    def _accept_samples(self, record: InFlight, done: PlanDone) -> bool:
+    def _accept_samples(self, now: float, record: InFlight, done: PlanDone) -> bool:
         """Tokens of requests that ended meanwhile are dropped. False if the samples are not what the plan asked for."""
         if [sample.slot for sample in done.samples] != [slot for slot, _ in record.sampling]:
             self._lose_grid(f"rank {done.rank} sampled other slots than plan {done.number} asked for")
@@ -338,6 +343,8 @@ class Planner:
                 continue
             reason = request.accept(sample.token, self.config.max_context)
             first = request.usage is not None and request.emitted == 1
+            if first:
+                self.replica.spans.append(request.prefill_span(now, record.number))
             self._effects.outputs.append(
                 Output(
                     request.request_id,
@@ -364,6 +371,7 @@ class Planner:
         started = max(record.built_at, self.replica.last_retired_at)
         self.replica.pace.observe(record.work, now - started)
         self.replica.last_retired_at = now
+        self.replica.spans.append(TimedSpan(SpanKind.PLAN, record.built_at, now, record.number, record.tokens))
         self.counters.plan_retired(now - record.built_at)
 
     # ------------------------------------------------------------------------------------------ the grid
@@ -372,7 +380,7 @@ class Planner:
         replica = self.replica
         replica.start_epoch(ready.epoch, ready.device_pages, ready.host_pages, ready.s_per_token, now)
         self._heard = [now] * self.config.ranks
-        self._was_ready = True
+        self.was_ready = True
         self._set_state(GridState.READY, "")
         for request in replica.waiting:
             too_long = self._too_long(request)
@@ -395,7 +403,7 @@ class Planner:
 
     def _lose_grid(self, reason: str, hopeless: bool = False, faulted: bool = False) -> None:
         """A new epoch: device pages forgotten, requests kept with the tokens they have emitted (rule R3)."""
-        if hopeless and not self._was_ready:
+        if hopeless and not self.was_ready:
             self._fail(reason)
             return
         if self.state is not GridState.READY or self.replica.in_flight:  # a grid that stood idle had nothing to bring to its end
@@ -409,7 +417,7 @@ class Planner:
         self.epoch += 1
         self.counters.worker_restarts += 1
         self._effects.restart = reason
-        self._set_state(GridState.RESTARTING if self._was_ready else GridState.STARTING, reason)
+        self._set_state(GridState.RESTARTING if self.was_ready else GridState.STARTING, reason)
 
     def _blame(self, reason: str) -> None:
         """Requests whose plan a rank failed at run alone until a plan of theirs has retired.

@@ -10,6 +10,7 @@ from forebay.core.digest import ZERO
 from forebay.core.pace import Pace
 from forebay.core.page_cache import PageCache
 from forebay.core.request import Phase, Request, RequestState
+from forebay.core.spans import TimedSpan
 from forebay.core.storing import StoreQueue
 from forebay.core.tickets import FetchPolicy, TicketDesk
 from forebay.core.transfers import BackupQueue, WritePolicy
@@ -79,6 +80,7 @@ class InFlight:
     waits_for: set[int]
     sampling: list[tuple[int, Request]]
     requests: list[Request]
+    tokens: int = 0
 
 
 @dataclass
@@ -102,6 +104,7 @@ class Replica:
     digest: bytes = ZERO
     last_retired_at: float = 0.0
     retractions: int = 0
+    spans: list[TimedSpan] = field(default_factory=list)  # since the last step
     cached_device_tokens: int = 0
     cached_host_tokens: int = 0
     cached_store_tokens: int = 0
@@ -118,6 +121,11 @@ class Replica:
     def next_arrival(self) -> int:
         self._arrivals += 1
         return self._arrivals
+
+    def take_spans(self) -> list[TimedSpan]:
+        taken = self.spans + self.tickets.spans
+        self.spans, self.tickets.spans = [], []
+        return taken
 
     @property
     def is_idle(self) -> bool:

@@ -20,6 +20,7 @@ from enum import Enum
 
 from forebay.core.hashing import TOKEN_BYTES, page_hash
 from forebay.core.messages import FinishReason, Submit, Usage, unpack_tokens
+from forebay.core.spans import SpanKind, TimedSpan, request_number
 from forebay.core.tree import Node
 
 
@@ -61,6 +62,7 @@ class Request:
         "last_plan",
         "no_store",
         "nodes",
+        "number",
         "order",
         "packed",
         "page_bytes",
@@ -85,6 +87,7 @@ class Request:
 
     def __init__(self, submit: Submit, root: bytes, page_size: int, arrival: int, arrived_at: float) -> None:
         self.request_id = submit.request_id
+        self.number = request_number(submit.request_id)
         self.params = submit.params
         self.eos = submit.eos
         self.no_store = submit.no_store
@@ -146,6 +149,17 @@ class Request:
             parent = self.hashes[-1] if self.hashes else self.root
             self.hashes.append(page_hash(parent, self.packed[start : start + step]))
         return self.hashes
+
+    def queue_span(self, now: float) -> TimedSpan:
+        """From arrival to its first admission, ``now``."""
+        return TimedSpan(SpanKind.QUEUE, self.arrived_at, now, value=self.computed, request=self.number)
+
+    def prefill_span(self, now: float, plan: int) -> TimedSpan:
+        """From first admission to the first token, which ``plan`` has yielded."""
+        assert self.usage is not None
+        cached = self.usage.cached_device + self.usage.cached_host + self.usage.cached_store
+        admitted_at = self.arrived_at + self.usage.queue_s
+        return TimedSpan(SpanKind.PREFILL, admitted_at, now, plan, self.prompt_tokens - cached, request=self.number)
 
     def tokens(self, start: int, stop: int) -> bytes:
         """Packed tokens of positions ``start`` to ``stop``."""

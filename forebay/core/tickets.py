@@ -21,6 +21,7 @@ from enum import StrEnum
 from forebay.core.messages import Cancel, FetchProgress, PageKey, ProtocolError, StagedTaken, Ticket
 from forebay.core.page_cache import PageCache
 from forebay.core.request import Phase, Request, RequestState
+from forebay.core.spans import SpanKind, TimedSpan
 from forebay.core.staged import StagedOrder, Walk
 from forebay.core.tree import NONE, Tier
 
@@ -67,6 +68,7 @@ class _Flight:
     issued_at: float
     deadline: float
     walk: Walk | None
+    asker: int  # the number of the request that it was issued for
     cancelled: bool = False
     settled: int = 0
 
@@ -106,6 +108,7 @@ class TicketDesk:
         self._refusals = 0
         self.epoch = 0
         self.orders = Orders()
+        self.spans: list[TimedSpan] = []  # since the last step
         self.outcomes: Counter[str] = Counter()
         self.unused_pages: Counter[str] = Counter()
 
@@ -163,9 +166,10 @@ class TicketDesk:
 
         ``compute_s``: what computing a page would take.
         """
-        request, _ = self._queries.pop(done.number, (None, 0.0))
+        request, due = self._queries.pop(done.number, (None, 0.0))
         if request is None or request.state is not RequestState.WAITING:
             return
+        self.spans.append(TimedSpan(SpanKind.QUERY, due - QUERY_S, now, done.number, done.pages, request=request.number))
         request.phase = Phase.SETTLED
         missing = self._missing(request, cache)[: done.pages]
         if not self._worth(missing):
@@ -224,6 +228,7 @@ class TicketDesk:
             issued_at=now,
             deadline=now + self._patience(len(pages)),
             walk=walk,
+            asker=request.number,
         )
         self._flights[self._number] = flight
         self._fetching |= dict.fromkeys(hashes, self._number)
@@ -330,6 +335,7 @@ class TicketDesk:
         if not flight.cancelled:
             self._measure(flight, now)
             self._count(flight)
+        self.spans.append(TimedSpan(SpanKind.TICKET, flight.issued_at, now, number, flight.safe, request=flight.asker))
         self._forget_hashes(number, flight)
         for page in flight.pages[flight.settled :]:
             cache.free_host(page)

@@ -1,5 +1,8 @@
 """What an operator asks of a server: is it alive, is it ready, what it has cached, and to forget that."""
 
+import asyncio
+import time
+
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -11,8 +14,12 @@ from forebay.frontend.limits import read_body
 from forebay.frontend.protocol import FlushRequest, decode_body
 from forebay.frontend.responses import json_body
 from forebay.frontend.service import Service
+from forebay.observe.events import NS
+from forebay.observe.timeline import chrome_trace
 
 MAX_FLUSH_TIMEOUT_S = 600.0
+TIMELINE_S = 30
+MAX_TIMELINE_S = 3600
 _TIERS = ("device", "host")
 _TIERS_TEXT = "device, host"
 _LATER_TIERS = ("store",)
@@ -68,6 +75,20 @@ async def cache(service: Service, _: Request) -> Response:
     return _json({"page_size": service.settings.page_size, "tiers": tiers, "hits": hits})
 
 
+async def timeline(service: Service, request: Request) -> Response:
+    """The spans of all processes in the last ``seconds``, as a Chrome trace. Raises ``ApiError`` (400)."""
+    text = request.query_params.get("seconds", str(TIMELINE_S))
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds <= MAX_TIMELINE_S:
+        message = f"seconds is {text!r}; it must be a number above 0 and at most {MAX_TIMELINE_S}"
+        raise ApiError(400, message, "seconds", "invalid_value")
+    # Drawing takes long enough to be felt by streams, so a thread does it.
+    return Response(await asyncio.to_thread(_draw_timeline, service, seconds), media_type="application/json")
+
+
 async def flush(service: Service, request: Request) -> Response:
     """Raises ``ApiError``: 400 for a tier that is not there, 409 with what was still in use at the deadline."""
     body = await read_body(request, service.body_bytes_max)
@@ -86,6 +107,11 @@ async def flush(service: Service, request: Request) -> Response:
     if done.busy:
         raise ApiError(409, f"still in use after {asked.timeout_s} s: {', '.join(done.busy)}; try again later", code="busy")
     return _json({"tiers": asked.tiers, "freed_pages": done.freed_pages})
+
+
+def _draw_timeline(service: Service, seconds: float) -> bytes:
+    since_ns = time.monotonic_ns() - int(seconds * NS)
+    return json_body(chrome_trace([service.engine.rings.flight_record("asked for over HTTP", since_ns)]))
 
 
 def _card(service: Service) -> dict[str, object]:

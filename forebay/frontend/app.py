@@ -27,6 +27,7 @@ ROUTES: tuple[tuple[str, str, Handler], ...] = (
     ("GET", "/ready", admin.ready),
     ("GET", "/metrics", admin.metrics),
     ("GET", "/cache", admin.cache),
+    ("GET", "/timeline", admin.timeline),
     ("POST", "/cache/flush", admin.flush),
     ("POST", "/flush_cache", admin.flush),
 )

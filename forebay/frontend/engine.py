@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 import zmq
@@ -33,6 +34,8 @@ from forebay.core.messages import (
     decode_to_frontend,
     encode,
 )
+from forebay.core.spans import SpanKind, request_number
+from forebay.observe.events import Rings
 
 TICK_S = 0.5
 SILENCE_S = 5.0
@@ -57,6 +60,10 @@ class Planner(Protocol):
     def process(self) -> PlannerProcess: ...
     @property
     def max_context(self) -> int: ...
+    @property
+    def rings(self) -> Rings: ...
+    @property
+    def flight_dir(self) -> Path: ...
     def stop(self, timeout_s: float) -> None: ...
 
 
@@ -78,6 +85,8 @@ class _Open:
     call: "Call"
     prompt_tokens: int
     submitted_at: float
+    submitted_ns: int
+    tokens: int = 0
     last_token_at: float | None = None
 
 
@@ -155,7 +164,10 @@ class Engine:
         self.death: asyncio.Future[str] = self._loop.create_future()
         self.snapshot: Snapshot | None = None
         self.was_ready = False
+        self.planner_lost = False
+        """Set before ``death`` when the planner's process is gone or says nothing any more."""
         self._open: dict[str, _Open] = {}
+        self._ring = planner.rings.rings["frontend"]
         self._flushes: dict[int, asyncio.Future[FlushDone]] = {}
         self._flush_count = 0
         self._unsent: deque[bytes] = deque()
@@ -185,7 +197,7 @@ class Engine:
         now = self._clock()
         for submit in submits:
             assert submit.request_id not in self._open, submit.request_id
-            self._open[submit.request_id] = _Open(call, len(submit.prompt) // TOKEN_BYTES, now)
+            self._open[submit.request_id] = _Open(call, len(submit.prompt) // TOKEN_BYTES, now, time.monotonic_ns())
             self._send(submit)
         return call
 
@@ -217,6 +229,11 @@ class Engine:
             self._send(Abort(request_id))
 
     # ------------------------------------------------------------------------------------------ state
+
+    @property
+    def rings(self) -> Rings:
+        """The spans of all processes of this server."""
+        return self._planner.rings
 
     @property
     def open_sequences(self) -> int:
@@ -273,9 +290,14 @@ class Engine:
         # Counted in ticks, not by the clock: when this very process was stopped for a while, that is not the planner's silence.
         allowed_s = START_SILENCE_S if self.snapshot is None else SILENCE_S
         if status is not None:
-            self._die(f"the planner process ended with status {status}")
+            self._lose_planner(f"the planner process ended with status {status}")
         elif self._ticks_silent * TICK_S > allowed_s:
-            self._die(f"the planner has not been heard for {allowed_s:.0f} s")
+            self._lose_planner(f"the planner has not been heard for {allowed_s:.0f} s")
+
+    def _lose_planner(self, reason: str) -> None:
+        if not self.death.done():
+            self.planner_lost = True
+            self._die(reason)
 
     # ------------------------------------------------------------------------------------------ the channel
 
@@ -346,6 +368,15 @@ class Engine:
             del self._open[output.request_id]
         if self._observer is not None:
             self._observer.on_output(sequence.submitted_at, sequence.last_token_at, sequence.prompt_tokens, output)
+        self._record(sequence, output)
         if output.tokens:
             sequence.last_token_at = self._clock()
         sequence.call._deliver(output)
+
+    def _record(self, sequence: _Open, output: Output) -> None:
+        """What a client waits for: the first token, and the last."""
+        if output.tokens and not sequence.tokens:
+            self._ring.record(SpanKind.TTFT, sequence.submitted_ns, request=request_number(output.request_id))
+        sequence.tokens += len(output.tokens)
+        if output.finish is not None:
+            self._ring.record(SpanKind.REQUEST, sequence.submitted_ns, value=sequence.tokens, request=request_number(output.request_id))

@@ -21,6 +21,7 @@ from forebay.frontend.engine import Engine, EngineDown, Planner
 from forebay.frontend.model import ServedModel, load_served_model
 from forebay.frontend.service import Service
 from forebay.models.resolve import resolve_model
+from forebay.observe.flight import save_incident
 from forebay.observe.metrics import Metrics
 from forebay.runtime.launch import start_planner
 from forebay.settings import Settings
@@ -93,7 +94,7 @@ async def serve_on(sock: socket.socket, planner: Planner, model: ServedModel, se
             timeout_graceful_shutdown=DRAIN_S,
         )
     )
-    ending = _Ending(server, engine)
+    ending = _Ending(server, engine, planner)
     if threading.current_thread() is threading.main_thread():  # no other thread can be told of signals
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGINT, ending.on_signal, EXIT_INTERRUPTED)
@@ -122,9 +123,10 @@ class _Server(uvicorn.Server):
 class _Ending:
     """Why and how the server ends. ``status`` becomes the exit status."""
 
-    def __init__(self, server: uvicorn.Server, engine: Engine) -> None:
+    def __init__(self, server: uvicorn.Server, engine: Engine, planner: Planner) -> None:
         self._server = server
         self._engine = engine
+        self._planner = planner
         self.status = 0
         self._ending = False
 
@@ -142,8 +144,19 @@ class _Ending:
             return
         self._ending = True
         self.status = EXIT_ENGINE_LOST if self._engine.was_ready else EXIT_NEVER_READY
+        if self._engine.planner_lost and self._engine.was_ready:  # otherwise the planner has written it
+            _save_incident(self._planner, death.result())
         print(f"forebay: {death.result()}", file=sys.stderr, flush=True)
         self._server.should_exit = True
+
+
+def _save_incident(planner: Planner, reason: str) -> None:
+    try:
+        path = save_incident(planner.rings, planner.flight_dir, "planner", reason)
+    except OSError as error:
+        print(f"forebay: no flight record in {planner.flight_dir}: {error.strerror}", file=sys.stderr, flush=True)
+    else:
+        print(f"forebay: flight record {path}; show it with: forebay timeline {path} -o trace.json", file=sys.stderr, flush=True)
 
 
 async def _announce(engine: Engine, name: str, address: str, started_at: float) -> None:

@@ -27,7 +27,8 @@ _PR_SET_PDEATHSIG = 1
 class PlannerBoot(msgspec.Struct, frozen=True):
     """What was resolved before the start: ``fingerprint`` of the model (DESIGN 4.1), ``dtype``, ``kv_dtype`` (never ``auto``),
     ``max_context`` in tokens, ``threads``, ``device_memory`` and ``host_memory`` of each rank (bytes; 0 device memory = what the
-    device has left)."""
+    device has left). ``flight_dir``: where flight records go; ``ring_fds``: the span rings of all processes, in the order of
+    `ring_names`."""
 
     model_path: str
     fingerprint: bytes
@@ -41,6 +42,8 @@ class PlannerBoot(msgspec.Struct, frozen=True):
     frontend_endpoint: str
     frontend_identity: bytes
     parent_pid: int
+    flight_dir: str
+    ring_fds: tuple[int, ...] = ()
 
 
 class WorkerBoot(msgspec.Struct, frozen=True):
@@ -51,8 +54,7 @@ class WorkerBoot(msgspec.Struct, frozen=True):
     store below them, if any; ``staged``: its pages come by the staged route; ``namespace``: what all pages there share whatever grid
     wrote them (`core.hashing.root_hash` without a salt). ``max_plan_tokens``: no plan has more tokens. Plans come and acks go over
     ``plan_endpoint`` with ``plan_identity``; heartbeats, tickets and their acks go over ``io_endpoint`` with ``io_identity``, on a
-    thread of its own. ``flight_dir``: where a flight record goes on a fault; ``timeline_dir``: where the ring goes at the end, if
-    anywhere.
+    thread of its own. ``ring_fd``: the memory of its span ring; -1: it keeps a private one.
     """
 
     epoch: int
@@ -79,8 +81,12 @@ class WorkerBoot(msgspec.Struct, frozen=True):
     store_secret: str | None = None
     staged: bool = False
     namespace: bytes = b""
-    flight_dir: str | None = None
-    timeline_dir: str | None = None
+    ring_fd: int = -1
+
+
+def ring_names(ranks: int) -> list[str]:
+    """The processes of one server that keep spans."""
+    return ["frontend", "planner", *(f"rank {rank}" for rank in range(ranks))]
 
 
 def new_endpoint(purpose: str) -> str:

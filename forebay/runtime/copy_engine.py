@@ -17,8 +17,9 @@ from queue import SimpleQueue
 import torch
 
 from forebay.core.messages import Backup, Copy, Plan
+from forebay.core.spans import SpanKind
 from forebay.models.kv import KVPool
-from forebay.observe.events import SpanKind, SpanRing
+from forebay.observe.events import SpanRing
 from forebay.runtime.host_pool import HostPool
 
 COPY_DEADLINE_S = 60.0
@@ -43,9 +44,12 @@ class LoadGate:
             self._error = error
             self._changed.notify_all()
 
+    def is_open(self, layer: int) -> bool:
+        return self._done > layer  # only ever rises
+
     def wait(self, layer: int) -> None:
         """Until ``layer`` is loaded. Raises what the copy raised, or ``TimeoutError``: nobody waits for ever."""
-        if self._done > layer:  # only ever rises
+        if self.is_open(layer):
             return
         with self._changed:
             if not self._changed.wait_for(lambda: self._done > layer or self._error is not None, COPY_DEADLINE_S):
@@ -93,14 +97,14 @@ class CopyEngine:
     def _run_loads(self) -> None:
         while (work := self._loads.get()) is not None:
             plan, gate = work
-            began = time.monotonic_ns()
             try:
                 for layer in range(self._device.layers):
+                    began = time.monotonic_ns()
                     self._load_layer(plan.loads, layer)
+                    self._ring.record(SpanKind.LOAD, began, plan.number, len(plan.loads), layer)
                     gate.open_next()
             except BaseException as error:  # the plan that waits for it raises it
                 gate.fail(error)
-            self._ring.record(SpanKind.LOAD, began, plan.number, len(plan.loads))
 
     def _run_backups(self) -> None:
         while (backup := self._backups.get()) is not None:

@@ -6,6 +6,7 @@ plan --> mirror --> steps --> batch --.
 """
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,11 +14,12 @@ import torch
 from torch import Tensor
 
 from forebay.core.messages import Plan, Sample
+from forebay.core.spans import SpanKind
 from forebay.models.batch import SequenceWork, StageBatch, build_batch
 from forebay.models.kv import KVPool
 from forebay.models.llama import Stage
-from forebay.observe.events import SpanKind, SpanRing
-from forebay.runtime.copy_engine import CopyEngine
+from forebay.observe.events import SpanRing
+from forebay.runtime.copy_engine import CopyEngine, LoadGate
 from forebay.runtime.mirror import Limits, Mirror, Step
 from forebay.runtime.sampler import Sampler
 from forebay.runtime.stage_link import Activation, StageReceiver, StageSender
@@ -34,11 +36,15 @@ class Outcome:
 
 
 class Executor:
-    """Runs plans in order. ``receiver`` is None on the first stage, ``sender`` on the last, ``sampler`` on all but one rank."""
+    """Runs plans in order. ``receiver`` is None on the first stage, ``sender`` on the last, ``sampler`` on all but one rank.
+
+    ``ring``: where spans go; may be set between plans.
+    """
 
     def __init__(
         self,
         stage: Stage,
+        stage_number: int,
         pool: KVPool,
         limits: Limits,
         ring: SpanRing,
@@ -51,8 +57,9 @@ class Executor:
         self.limits = limits
         self._mirror = Mirror(limits)
         self._stage = stage
+        self._stage_number = stage_number
         self._pool = pool
-        self._ring = ring
+        self.ring = ring
         self._device = device
         self._copier = copier
         self._receiver = receiver
@@ -70,15 +77,15 @@ class Executor:
         gate = self._copier.load(plan)
         steps = self._mirror.apply(plan)
         batch = self._batch(steps)
-        self._ring.record(SpanKind.PLAN, began, plan.number, len(steps))
+        self.ring.record(SpanKind.APPLY, began, plan.number, len(steps))
         activation = Activation(plan.epoch, plan.number, batch.rows, plan.digest)
         inputs = self._inputs(steps, activation)
         began = time.monotonic_ns()
-        output = self._stage.forward(inputs, batch, self._pool, None if gate is None else gate.wait)
+        output = self._stage.forward(inputs, batch, self._pool, None if gate is None else self._waiting(plan.number, gate))
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         ended = time.monotonic_ns()
-        self._ring.record(SpanKind.FORWARD, began, plan.number, batch.rows, end_ns=ended)
+        self.ring.record(SpanKind.FORWARD, began, plan.number, batch.rows, self._stage_number, end_ns=ended)
         if self._sender is not None:
             self._sender.send(activation, output)
         if plan.backup is not None:
@@ -96,6 +103,17 @@ class Executor:
         self._pool.clear(pages)
         self._mirror = Mirror(self.limits)
 
+    def _waiting(self, plan: int, gate: LoadGate) -> Callable[[int], None]:
+        """What a forward pass calls before each layer when pages of it may still be on their way."""
+
+        def wait(layer: int) -> None:
+            if not gate.is_open(layer):
+                began = time.monotonic_ns()
+                gate.wait(layer)
+                self.ring.record(SpanKind.LOAD_WAIT, began, plan, part=layer)
+
+        return wait
+
     def _batch(self, steps: list[Step]) -> StageBatch:
         work = [
             SequenceWork(len(step.tokens), step.start, self._mirror.table(step.slot), step.write_from, step.sample) for step in steps
@@ -109,7 +127,7 @@ class Executor:
             return torch.from_numpy(tokens).to(self._device)
         began = time.monotonic_ns()
         hidden = self._receiver.receive(activation)
-        self._ring.record(SpanKind.RECEIVE, began, activation.plan, activation.tokens)
+        self.ring.record(SpanKind.RECEIVE, began, activation.plan, activation.tokens)
         return hidden
 
     def _sample(self, plan: Plan, steps: list[Step], logits: Tensor) -> tuple[Sample, ...]:
@@ -121,5 +139,7 @@ class Executor:
         asking = [step for step in steps if step.sample]
         if not asking:
             return ()
+        began = time.monotonic_ns()
         chosen = self._sampler.sample(logits, asking)
+        self.ring.record(SpanKind.SAMPLE, began, plan.number, len(asking))
         return tuple(Sample(step.slot, token, logprobs) for step, (token, logprobs) in zip(asking, chosen, strict=True))

@@ -8,21 +8,27 @@ import os
 import subprocess
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
+import msgspec
 import psutil
 
 from forebay.models.config import ModelConfig, load_config
 from forebay.models.errors import ModelError
 from forebay.models.fingerprint import fingerprint
+from forebay.models.gguf import cache_dir
 from forebay.models.resolve import ResolvedModel
 from forebay.models.shard import check_tp, split_layers
-from forebay.runtime.boot import PlannerBoot, frame_boot, new_endpoint, new_identity
+from forebay.observe.events import Rings
+from forebay.runtime.boot import PlannerBoot, frame_boot, new_endpoint, new_identity, ring_names
 from forebay.settings import Device, DType, KvDType, Settings, format_size
 
 # Of the memory that is free at the start, for the device pages of all ranks of this machine when the device is the CPU. Host pages
 # take twice as much; weights and everything else share the rest.
 KV_SHARE = 0.15
 HOST_FACTOR = 2
+# Beside the user's other cached files; --timeline names another place.
+FLIGHT_DIRECTORY = "flight"
 
 
 class StartError(Exception):
@@ -37,6 +43,8 @@ class PlannerHandle:
     identity: bytes
     process: subprocess.Popen[bytes]
     max_context: int
+    rings: Rings
+    flight_dir: Path
 
     def stop(self, timeout_s: float = 10.0) -> None:
         """End the planner and its ranks: in good order within ``timeout_s``, else by force. Safe to call twice."""
@@ -58,12 +66,16 @@ def start_planner(model: ResolvedModel, settings: Settings) -> PlannerHandle:
     Raises ``StartError``.
     """
     boot = _boot(model, settings)
-    process = subprocess.Popen([sys.executable, "-P", "-m", "forebay.runtime.planner_process"], stdin=subprocess.PIPE, process_group=0)
+    rings = Rings.create(ring_names(settings.pp * settings.tp))
+    boot = msgspec.structs.replace(boot, ring_fds=rings.fds)
+    command = [sys.executable, "-P", "-m", "forebay.runtime.planner_process"]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, process_group=0, pass_fds=rings.fds)
+    rings.close()  # the maps stay
     assert process.stdin is not None
     with contextlib.suppress(BrokenPipeError):
         process.stdin.write(frame_boot(boot))
         process.stdin.flush()
-    return PlannerHandle(boot.frontend_endpoint, boot.frontend_identity, process, boot.max_context)
+    return PlannerHandle(boot.frontend_endpoint, boot.frontend_identity, process, boot.max_context, rings, Path(boot.flight_dir))
 
 
 def _boot(model: ResolvedModel, settings: Settings) -> PlannerBoot:
@@ -93,6 +105,7 @@ def _boot(model: ResolvedModel, settings: Settings) -> PlannerBoot:
         frontend_endpoint=new_endpoint("frontend"),
         frontend_identity=new_identity(),
         parent_pid=os.getpid(),
+        flight_dir=str(settings.timeline or cache_dir() / FLIGHT_DIRECTORY),
     )
 
 

@@ -26,7 +26,8 @@ from forebay.core.messages import (
     Ticket,
     ToWorkerIo,
 )
-from forebay.observe.events import SpanKind, SpanRing
+from forebay.core.spans import SpanKind
+from forebay.observe.events import SpanRing
 from forebay.runtime.host_pool import HostPool
 from forebay.runtime.page_reader import PageReader
 from forebay.runtime.staged import StagedRoute

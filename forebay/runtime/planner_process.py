@@ -28,7 +28,9 @@ from forebay.core.messages import (
 from forebay.core.planner import Effects, Event, GridLost, Planner
 from forebay.core.replica import PlannerConfig
 from forebay.models.config import load_config
-from forebay.runtime.boot import PlannerBoot, WorkerBoot, die_with_parent, new_endpoint, read_boot
+from forebay.observe.events import Rings
+from forebay.observe.flight import save_incident, save_timeline
+from forebay.runtime.boot import PlannerBoot, WorkerBoot, die_with_parent, new_endpoint, read_boot, ring_names
 from forebay.runtime.layouts import Layout
 from forebay.runtime.ranks import END_S, Endpoints, Ranks
 from forebay.runtime.store_access import StoreDesk
@@ -64,6 +66,8 @@ class PlannerProcess:
         self._snapshot_due = 0.0
         self._turned_at = time.monotonic()
         self._stopping = False
+        self._rings = Rings(ring_names(worker.pp * worker.tp), boot.ring_fds)
+        self._ring = self._rings.rings["planner"]
 
     def run(self) -> None:
         """Until SIGTERM. Ranks are ended before it returns, whatever happens."""
@@ -75,6 +79,7 @@ class PlannerProcess:
                 self._turn(time.monotonic())
         finally:
             self._end_ranks("the server ends", END_S)
+            self._save_timeline()
             if self._store is not None:
                 self._store.close()
             self._context.destroy(linger=200)
@@ -156,6 +161,7 @@ class PlannerProcess:
     def _carry_out(self, effects: Effects) -> list[Event]:
         """Do what a step asks for; what went wrong comes back as events for the next one."""
         lost: list[Event] = []
+        self._ring.record_all(effects.spans)
         if effects.restart is not None:
             self._restart(effects.restart)
         try:
@@ -190,10 +196,31 @@ class PlannerProcess:
             _log(f"grid {planner.state} (epoch {planner.epoch})" + (f": {planner.detail}" if planner.detail else ""))
         if planner.state is GridState.FAILED:
             self._end_ranks("the grid has failed", 0)
+            if planner.was_ready:
+                self._save_incident(planner.detail, planner.epoch)
 
     def _restart(self, reason: str) -> None:
         self._end_ranks(reason, 0)
+        self._save_incident(reason, self._planner.epoch - 1)
         self._start_ranks()
+
+    def _save_incident(self, reason: str, epoch: int) -> None:
+        """The flight record: what all processes did before a rank was lost."""
+        try:
+            path = save_incident(self._rings, Path(self._boot.flight_dir), f"epoch-{epoch}", reason)
+        except OSError as error:
+            _log(f"no flight record in {self._boot.flight_dir}: {error.strerror}")
+        else:
+            _log(f"flight record {path}; show it with: forebay timeline {path} -o trace.json")
+
+    def _save_timeline(self) -> None:
+        if self._boot.settings.timeline is not None:
+            try:
+                path = save_timeline(self._rings, self._boot.settings.timeline, "the server ended")
+            except OSError as error:
+                _log(f"--timeline {self._boot.settings.timeline}: {error.strerror}")
+            else:
+                _log(f"timeline {path}")
 
     def _send_snapshot(self, now: float) -> None:
         self._snapshot_due = now + SNAPSHOT_S
@@ -307,8 +334,6 @@ def worker_template(boot: PlannerBoot, config: PlannerConfig, store: StoreDesk |
         io_endpoint="",
         io_identity=b"",
         parent_pid=os.getpid(),
-        flight_dir=None if settings.timeline is None else str(settings.timeline),
-        timeline_dir=None if settings.timeline is None else str(settings.timeline),
     )
 
 

@@ -114,16 +114,19 @@ class LoadedRank:
         self.stage.join(grid.tp_group)
         executor = Executor(
             self.stage,
+            self.place.stage,
             pool,
             self._limits(pages),
-            ring,
+            SpanRing("warm-up"),
             self.device,
             copier,
             grid.receiver(self.config.hidden_size, self.stage.dtype),
             grid.sender(),
             Sampler(self.config.vocab_size, self.device) if self.place.samples else None,
         )
-        return ReadyRank(executor, copier, host, grid, warm_up(executor, self.boot.epoch))
+        s_per_token = warm_up(executor, self.boot.epoch)
+        executor.ring = ring  # the passes of the warm-up are no plans
+        return ReadyRank(executor, copier, host, grid, s_per_token)
 
     def _host_pool(self, pool: KVPool, pages: int) -> HostPool:
         try:

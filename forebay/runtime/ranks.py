@@ -44,6 +44,7 @@ HELLO_S = 120.0  # an interpreter that imports torch from a cold disk
 START_SILENCE_S = 60.0  # loading may keep a rank from its heartbeat for a while
 END_S = 3.0
 DEATH_S = 0.2
+FIRST_RANK_RING = 2  # `runtime.boot.ring_names`
 
 
 @dataclass(slots=True)
@@ -76,7 +77,8 @@ class Ranks:
         self._started = False
         for rank in range(worker.pp * worker.tp):
             plan_identity, io_identity = new_identity(), new_identity()
-            process = spawn_worker(_for_rank(worker, rank, epoch, endpoints, plan_identity, io_identity))
+            own = _for_rank(worker, rank, epoch, endpoints, plan_identity, io_identity)
+            process = spawn_worker(msgspec.structs.replace(own, ring_fd=boot.ring_fds[FIRST_RANK_RING + rank]))
             self._ranks.append(_Rank(process, os.pidfd_open(process.pid), plan_identity, io_identity, now))
         self._by_identity = {rank.plan_identity: index for index, rank in enumerate(self._ranks)}
         self._by_identity |= {rank.io_identity: index for index, rank in enumerate(self._ranks)}

@@ -27,7 +27,8 @@ def spawn_worker(boot: WorkerBoot) -> subprocess.Popen[bytes]:
     # -P: a file called torch.py in the user's directory must not become the worker's torch.
     command = [sys.executable, "-P", "-m", "forebay.runtime.worker"]
     # A group of its own: signals that a terminal or a shell sends to the server's group are for the server, which ends us in order.
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment, process_group=0)
+    keep = () if boot.ring_fd < 0 else (boot.ring_fd,)
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment, process_group=0, pass_fds=keep)
     assert process.stdin is not None
     with contextlib.suppress(BrokenPipeError):
         process.stdin.write(frame_boot(boot))

@@ -14,7 +14,8 @@ from queue import SimpleQueue
 import zmq
 
 from forebay.core.messages import Cancel, FetchProgress, FromWorker, StagedReturn, StagedTaken, StagedTicket
-from forebay.observe.events import SpanKind, SpanRing
+from forebay.core.spans import SpanKind
+from forebay.observe.events import SpanRing
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +71,7 @@ class StagedRoute:
             arrived_ns, word = self._inbox.get()
             match word:
                 case StagedTicket():
-                    self._ring.record(SpanKind.TICKET, arrived_ns, word.transfer, len(word.pages))
+                    self._ring.record(SpanKind.STAGED, arrived_ns, word.transfer, len(word.pages))
                     self._unanswered.add(word.transfer)
                     self._say(StagedTaken(self._epoch, self._rank, word.transfer))
                     self._fetch(word)

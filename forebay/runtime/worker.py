@@ -11,7 +11,6 @@ Two threads: this one computes, `worker_io` keeps in touch with the planner mean
 import os
 import sys
 import traceback
-from pathlib import Path
 
 import torch
 import zmq
@@ -59,24 +58,24 @@ class Worker:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._channel = connect(self._context, boot.plan_endpoint, boot.plan_identity)
         self._io = WorkerIo(self._context, boot.io_endpoint, boot.io_identity, boot.epoch, boot.rank)
-        self._ring = SpanRing(f"rank {boot.rank}")
+        name = f"rank {boot.rank}"
+        self._ring = SpanRing(name) if boot.ring_fd < 0 else SpanRing.at(name, boot.ring_fd)
         self._staged: StagedRoute | None = None
 
     def run(self) -> int:
         """Serve until Stop; returns the exit status. Every failure becomes one Fault."""
         self._io.start()
         try:
-            reason = self._serve()
+            self._serve()
         except Exception as error:  # the supervisor of this process: it reports and ends
             self._report(error)
             return 1
-        self._dump(self._boot.timeline_dir, reason)
         self._io.stop()
         self._close()
         return 0
 
-    def _serve(self) -> str:
-        """From Hello to Stop; returns the reason it was given."""
+    def _serve(self) -> None:
+        """From Hello to Stop."""
         boot = self._boot
         self._send(Hello(boot.epoch, boot.rank, os.getpid()))
         loaded = load(boot)
@@ -84,21 +83,21 @@ class Worker:
         self._send(Loaded(boot.epoch, boot.rank, loaded.affordable_pages(), loaded.weight_bytes, address, loaded.host_pages()))
         message = self._receive()
         if isinstance(message, Stop):
-            return message.reason
+            return
         if not isinstance(message, Allocate):
             raise PlanError(f"{type(message).__name__} came before Allocate")
         ready = loaded.allocate(message, self._ring, self._saved)
         page_io = self._open_store(loaded, ready)
         self._send(Ready(boot.epoch, boot.rank, ready.s_per_token))
-        reason = self._run_plans(ready.executor)
+        self._run_plans(ready.executor)
         ready.executor.settle()
         ready.copier.stop()
         if page_io is not None:
             page_io.stop()
         ready.grid.leave()
-        return reason
 
-    def _run_plans(self, executor: Executor) -> str:
+    def _run_plans(self, executor: Executor) -> None:
+        """Until Stop."""
         boot = self._boot
         while not isinstance(message := self._receive(), Stop):
             if not isinstance(message, Plan):
@@ -106,7 +105,6 @@ class Worker:
             self._io.applied = message.number
             outcome = executor.run(message)
             self._send(PlanDone(boot.epoch, boot.rank, message.number, outcome.samples, outcome.forward_s))
-        return message.reason
 
     def _open_store(self, loaded: LoadedRank, ready: ReadyRank) -> PageIo | None:
         """From here on the I/O thread takes the planner's orders. Raises ``StoreURLError``."""
@@ -141,21 +139,15 @@ class Worker:
         self._channel.send(encode(message))
 
     def _report(self, error: Exception) -> None:
-        """Tell the planner in one line, keep the ring, and hand both over before the process ends."""
+        """Tell the planner in one line, and hand it over before the process ends."""
         text = str(error)
         if not isinstance(error, _CLEAR):
             traceback.print_exception(error)
             text = f"{type(error).__name__}: {error}"
         hopeless = isinstance(error, _HOPELESS)
         self._send(Fault(self._boot.epoch, self._boot.rank, self._io.applied, " ".join(text.split()), hopeless))
-        self._dump(self._boot.flight_dir, text)
         self._io.stop()
         self._close()
-
-    def _dump(self, directory: str | None, reason: str) -> None:
-        if directory is not None:
-            name = f"epoch-{self._boot.epoch}.rank-{self._boot.rank}.flight"
-            self._ring.dump(Path(directory) / name, os.getpid(), reason)
 
     def _close(self) -> None:
         self._channel.close()

@@ -17,7 +17,10 @@ import openai
 import psutil
 import pytest
 
+from forebay.observe.events import read_flight_record, spans_of
+from forebay.observe.timeline import chrome_trace
 from tests.frontend.tiny_text import LAYERS, write_random_weights, write_text_model
+from tests.observe.trace_checks import check_trace
 
 DEADLINE_S = 90.0
 OPTIONS = ["--pp", "2", "--page-size", "8", "--device-memory", "4MiB", "--threads-per-rank", "1"]
@@ -65,12 +68,18 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def serve(model_dir: Path) -> Iterator[Callable[..., Served]]:
+def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where these servers leave flight records."""
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="module")
+def serve(model_dir: Path, cache_dir: Path) -> Iterator[Callable[..., Served]]:
     started: list[Served] = []
 
     def start(*more: str) -> Served:
         command = [*FOREBAY, "serve", str(model_dir), "--port", "0", "--served-model-name", "tiny", *OPTIONS, *more]
-        environment = os.environ | {"PYTHONUNBUFFERED": "1"}
+        environment = os.environ | {"PYTHONUNBUFFERED": "1", "FOREBAY_CACHE_DIR": str(cache_dir)}
         process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, start_new_session=True
         )
@@ -147,6 +156,7 @@ def test_the_planners_death_ends_the_server(serve: Callable[[], Served]) -> None
     planner.kill()
     assert served.wait_end() == 1
     served.wait_line("the planner process ended with status -9")
+    assert served.wait_line("flight record")
     assert "Traceback" not in "".join(served.lines)
     _, alive = psutil.wait_procs(ranks, timeout=10)
     assert not alive
@@ -182,6 +192,15 @@ def test_a_lost_rank_costs_time_and_nothing_else(serve: Callable[[], Served], nu
     pieces += [chunk.choices[0].text for chunk in stream]
     assert "".join(pieces) == whole
     assert "forebay_worker_restarts_total 1.0" in httpx.get(f"{served.url}/metrics").text
+    check_flight_record(served, {"frontend", "planner", "rank 0", "rank 1"})
+
+
+def check_flight_record(served: Served, processes: set[str]) -> None:
+    """A line names it, and what every process did is in it."""
+    words = served.wait_line("flight record").split("flight record ")[1]
+    record = read_flight_record(Path(words.split(";")[0]))
+    assert {name for name, spans in spans_of(record).items() if spans} == processes
+    check_trace(chrome_trace([record]))
 
 
 def test_generate_prints_text_or_one_document(model_dir: Path) -> None:

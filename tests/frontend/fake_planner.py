@@ -8,6 +8,7 @@ import subprocess
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import zmq
 
@@ -27,7 +28,8 @@ from forebay.core.messages import (
     decode_to_planner,
     encode,
 )
-from forebay.runtime.boot import new_endpoint, new_identity
+from forebay.observe.events import Rings
+from forebay.runtime.boot import new_endpoint, new_identity, ring_names
 
 DEADLINE_S = 10.0
 SNAPSHOT_TURNS = 20
@@ -45,10 +47,12 @@ class Running:
 class FakePlanner:
     """``script`` gives a sequence's tokens; they end with STOP at a token of its `eos` or `stop_token_ids`, else with LENGTH."""
 
-    def __init__(self, script: Script, max_context: int) -> None:
+    def __init__(self, script: Script, max_context: int, flight_dir: Path = Path("/nowhere")) -> None:
         self.endpoint = new_endpoint("test")
         self.identity = new_identity()
         self.max_context = max_context
+        self.rings = Rings.create(ring_names(1))
+        self.flight_dir = flight_dir
         # Stands for the planner's process: alive until killed.
         self.process = subprocess.Popen(["sleep", "infinity"], stdin=subprocess.PIPE)
         self._changed = threading.Condition()
@@ -95,6 +99,7 @@ class FakePlanner:
         self.process.wait()
         assert self.process.stdin is not None
         self.process.stdin.close()
+        self.rings.close()
 
     # ------------------------------------------------------------------------------------------ its own thread
 

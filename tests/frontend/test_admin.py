@@ -12,6 +12,7 @@ from forebay.settings import Settings
 from tests.frontend.fake_planner import FakePlanner
 from tests.frontend.served import MODEL, Server, says, until, wait_ready
 from tests.frontend.tiny_text import CONTEXT, EOS
+from tests.observe.trace_checks import check_trace
 
 Start = Callable[..., Server]
 
@@ -95,6 +96,17 @@ def test_metrics_of_the_planner(server: Server) -> None:
     assert metric(server, "forebay_plan_seconds_count") == 4
     assert metric(server, "forebay_plan_seconds_sum") == 9.5
     assert metric(server, "forebay_worker_restarts_total") == 0
+
+
+def test_the_timeline_shows_what_requests_waited_for(server: Server) -> None:
+    answer = server.post("/v1/completions", prompt="x", n=2)
+    assert answer.status_code == 200
+    slices = check_trace(server.http.get("/timeline?seconds=5").json())
+    assert [event["args"]["tokens"] for event in slices if event["name"] == "request"][-2:] == [6, 6]
+    assert len([event for event in slices if event["name"] == "ttft"]) >= 2
+    for wrong in ("0", "-1", "x", "nan", "1e9"):
+        refusal = server.http.get(f"/timeline?seconds={wrong}")
+        assert refusal.status_code == 400 and "seconds" in refusal.json()["error"]["message"]
 
 
 def test_with_a_key_everything_but_the_probes_asks_for_it(start_server: Start) -> None:

@@ -33,6 +33,7 @@ from forebay.core.messages import (
     pack_tokens,
 )
 from forebay.core.sampling import SamplingParams
+from forebay.observe.events import Rings
 from forebay.runtime.boot import WorkerBoot, new_endpoint, new_identity
 from forebay.runtime.spawn import spawn_worker
 
@@ -90,6 +91,7 @@ class ScriptedPlanner:
         self.heartbeats: list[Heartbeat] = []
         self.done: dict[int, dict[int, PlanDone]] = {}
         self.ready: dict[int, Ready] = {}
+        self.rings = Rings.create([f"rank {rank}" for rank in range(self.world)])
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._endpoints = {purpose: new_endpoint(purpose) for purpose in ("plan", "io")}
         self._sockets = {purpose: self._bind(endpoint) for purpose, endpoint in self._endpoints.items()}
@@ -145,6 +147,7 @@ class ScriptedPlanner:
             process.wait()
             assert process.stdin is not None
             process.stdin.close()
+        self.rings.close()
 
     def close_sockets(self) -> None:
         for socket in self._sockets.values():
@@ -271,6 +274,7 @@ class ScriptedPlanner:
             io_endpoint=self._endpoints["io"],
             io_identity=new_identity(),
             parent_pid=os.getpid(),
+            ring_fd=self.rings.fd(f"rank {rank}"),
         )
         return msgspec.structs.replace(boot, **overrides)
 

@@ -4,7 +4,8 @@ import pytest
 import zmq
 
 from forebay.core.messages import Cancel, FetchProgress, FromWorker, PageKey, StagedReturn, StagedTaken, StagedTicket
-from forebay.observe.events import SpanKind, SpanRing
+from forebay.core.spans import SpanKind
+from forebay.observe.events import SpanRing
 from forebay.runtime.staged import StagedRoute
 
 TICKET = StagedTicket(1, 7, 0, (PageKey(0, b"a"), PageKey(1, b"b")))
@@ -26,7 +27,7 @@ def test_a_ticket_waits_until_the_compute_loop_looks() -> None:
     assert not rank.said and not rank.fetched
     rank.route.look()
     assert rank.said == [TAKEN] and rank.fetched == [TICKET]
-    assert [span.kind for span in rank.ring] == [SpanKind.TICKET]
+    assert [span.kind for span in rank.ring] == [SpanKind.STAGED]
 
 
 def test_the_last_stage_answers_when_it_looks_after_its_reads() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from forebay.core.messages import Fault
-from forebay.observe.events import SpanKind, read_flight_record
+from forebay.core.spans import SpanKind
 from tests.runtime.scripted_planner import DEADLINE_S, PAGES, START_DEADLINE_S, ScriptedPlanner, Work, WorkerFault
 
 # A rank that waits for a dead neighbour hears of it from the kernel, not by a time-out.
@@ -49,18 +49,14 @@ def check_fault(planner: ScriptedPlanner, rank: int, *parts: str) -> Fault:
     return fault
 
 
-def test_a_plan_damaged_on_its_way_to_one_rank_is_named(tiny_model: Path, tmp_path: Path) -> None:
-    with ScriptedPlanner(tiny_model, pp=2, flight_dir=str(tmp_path)).start() as planner:
+def test_a_plan_damaged_on_its_way_to_one_rank_is_named(tiny_model: Path) -> None:
+    with ScriptedPlanner(tiny_model, pp=2).start() as planner:
         request = planner.request(0, [1, 2, 3])
         planner.run(Work(request, 3))
         planner.decode(2, request)
         number = planner.plan(Work(request, 1), damage=1)
         fault = check_fault(planner, 1, f"plan {number} is the first to differ from the planner's")
         assert fault.plan == number
-        (path,) = tmp_path.iterdir()
-        record = read_flight_record(path)
-        assert record.process == "rank 1" and record.reason == fault.text
-        assert {SpanKind.FORWARD, SpanKind.RECEIVE, SpanKind.PLAN} <= {span.kind for span in record.spans}
 
 
 def test_a_rank_whose_previous_stage_is_killed_ends_and_beats_until_then(tiny_model: Path) -> None:
@@ -116,15 +112,20 @@ def test_what_cannot_start_says_why_in_one_line(tiny_model: Path, boot: dict[str
         assert planner.processes[0].wait(DEADLINE_S) == 1
 
 
-def test_stop_ends_it_in_good_order_and_leaves_its_spans(tiny_model: Path, tmp_path: Path) -> None:
-    with ScriptedPlanner(tiny_model, pp=2, timeline_dir=str(tmp_path)).start() as planner:
+@pytest.mark.parametrize("number", [None, signal.SIGKILL])
+def test_a_rank_leaves_its_spans_however_it_ends(tiny_model: Path, number: signal.Signals | None) -> None:
+    with ScriptedPlanner(tiny_model, pp=2).start() as planner:
         request = planner.request(0, [1, 2, 3])
         planner.run(Work(request, 3))
         planner.decode(3, request)
-    records = [read_flight_record(path) for path in sorted(tmp_path.iterdir())]
-    assert [record.process for record in records] == ["rank 0", "rank 1"]
-    forwards = [span.id for span in records[1].spans if span.kind is SpanKind.FORWARD]
-    assert forwards[-4:] == [0, 1, 2, 3]
+        if number is not None:
+            planner.processes[1].send_signal(number)
+            planner.processes[1].wait()
+    spans = list(planner.rings.rings["rank 1"])
+    assert {span.pid for span in spans} == {planner.processes[1].pid}
+    assert [(span.id, span.part) for span in spans if span.kind == SpanKind.FORWARD] == [(0, 1), (1, 1), (2, 1), (3, 1)]
+    kinds = [span.kind for span in spans if span.id == 3]
+    assert kinds == [SpanKind.APPLY, SpanKind.RECEIVE, SpanKind.FORWARD, SpanKind.SAMPLE]
 
 
 def test_it_ends_when_the_planner_closes_its_sockets(tiny_model: Path) -> None:
