@@ -157,6 +157,16 @@ class TierUse(msgspec.Struct, frozen=True, array_like=True):
     held: int = 0
 
 
+class StoreHealth(msgspec.Struct, frozen=True, array_like=True):
+    """What circuit breakers think of the store. ``state``: ``none`` (there is no store), ``closed`` (it is asked), ``open`` or ``probing``
+    (it is not; ``detail`` says why). ``openings`` and ``refused`` calls only rise."""
+
+    state: str = "none"
+    detail: str = ""
+    openings: int = 0
+    refused: int = 0
+
+
 class Snapshot(_Message, frozen=True):
     """The planner's state, sent at least every 0.5 s (the frontend's proof that it ticks) and on every change of state.
 
@@ -186,6 +196,7 @@ class Snapshot(_Message, frozen=True):
     unused_tokens: dict[str, int] = {}
     stored_pages: int = 0
     store_failures: int = 0
+    store: StoreHealth = StoreHealth()
 
 
 class ProtocolError(ValueError):
@@ -427,11 +438,12 @@ class StoreDone(_Message, frozen=True):
 
 
 class Heartbeat(_Message, frozen=True):
-    """Sent every second by a thread of its own; ``applied`` is the last plan this rank has begun."""
+    """Sent every second by a thread of its own; ``applied`` is the last plan this rank has begun; ``store`` as this rank sees it."""
 
     epoch: int
     rank: int
     applied: int
+    store: StoreHealth = StoreHealth()
 
 
 class Fault(_Message, frozen=True):

@@ -14,6 +14,7 @@ from forebay.store.backends import StoreURLError, open_store
 from forebay.store.backends.directory import DirectoryStore
 from forebay.store.backends.embedded import EmbeddedStore
 from forebay.store.backends.forebay import ForebayStore
+from forebay.store.backends.guarded import GuardedStore
 from tests.store.store_cluster import cluster, wait_for
 
 PAGE = 70_000
@@ -24,6 +25,8 @@ T = 10.0
 def made(kind: str, path: Path) -> Iterator[PageStore]:
     if kind == "file":
         yield DirectoryStore(path, 1 << 30)
+    elif kind == "guarded":
+        yield GuardedStore(DirectoryStore(path, 1 << 30), print)
     elif kind == "embedded":
         store = EmbeddedStore(path, 16 << 20, 1 << 30)
         try:
@@ -36,7 +39,7 @@ def made(kind: str, path: Path) -> Iterator[PageStore]:
             yield ForebayStore(nodes.client(allow_local=kind == "forebay-local"))
 
 
-@pytest.fixture(params=["file", "forebay-local", "forebay-tcp", "embedded"])
+@pytest.fixture(params=["file", "guarded", "forebay-local", "forebay-tcp", "embedded"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[PageStore]:
     with made(request.param, tmp_path / "store") as one:
         yield one
