@@ -158,8 +158,8 @@ class TierUse(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StoreHealth(msgspec.Struct, frozen=True, array_like=True):
-    """What circuit breakers think of the store. ``state``: ``none`` (there is no store), ``closed`` (it is asked), ``open`` or ``probing``
-    (it is not; ``detail`` says why). ``openings`` and ``refused`` calls only rise."""
+    """What circuit breakers think of the store. ``state``: ``none`` (there is no store), ``closed`` (it is asked), ``open`` or
+    ``probing`` (it is not; ``detail`` says why). ``openings`` and ``refused`` calls only rise."""
 
     state: str = "none"
     detail: str = ""

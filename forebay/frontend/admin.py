@@ -7,7 +7,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 import forebay
-from forebay.core.messages import GridState, TierUse
+from forebay.core.messages import GridState, StoreHealth, TierUse
 from forebay.frontend.disconnect import run_while_connected
 from forebay.frontend.errors import ApiError
 from forebay.frontend.limits import read_body
@@ -26,7 +26,7 @@ _LATER_TIERS = ("store",)
 
 
 async def health(service: Service, _: Request) -> Response:
-    """Alive: the planner ticks. 503 says why not."""
+    """Alive: the planner ticks. 503 says why not. A store that is not well is said, and no reason not to be alive."""
     engine = service.engine
     if engine.death.done():
         return _state(503, "failed", engine.death.result())
@@ -34,7 +34,8 @@ async def health(service: Service, _: Request) -> Response:
         return _state(503, GridState.STARTING, "the planner is starting")
     if not engine.is_ticking:
         return _state(503, "silent", "the planner has not been heard for a while")
-    return _state(200, engine.snapshot.state, engine.snapshot.detail)
+    snapshot = engine.snapshot
+    return _json({"state": snapshot.state, "detail": snapshot.detail, "store": _store(snapshot.store)})
 
 
 async def ready(service: Service, _: Request) -> Response:
@@ -72,7 +73,7 @@ async def cache(service: Service, _: Request) -> Response:
     cached = {"device": snapshot.cached_device_tokens, "host": snapshot.cached_host_tokens, "store": snapshot.cached_store_tokens}
     hits = {"prompt_tokens": snapshot.prompt_tokens, "cached_tokens": cached}
     tiers = {"device": _use(snapshot.device), "host": _use(snapshot.host)}
-    return _json({"page_size": service.settings.page_size, "tiers": tiers, "hits": hits})
+    return _json({"page_size": service.settings.page_size, "tiers": tiers, "hits": hits, "store": _store(snapshot.store)})
 
 
 async def timeline(service: Service, request: Request) -> Response:
@@ -126,6 +127,10 @@ def _card(service: Service) -> dict[str, object]:
 
 def _use(tier: TierUse) -> dict[str, int]:
     return {name: getattr(tier, name) for name in TierUse.__struct_fields__}
+
+
+def _store(health: StoreHealth) -> dict[str, object]:
+    return {name: getattr(health, name) for name in StoreHealth.__struct_fields__}
 
 
 def _state(status: int, state: str, detail: str) -> Response:

@@ -77,6 +77,11 @@ class _SnapshotCollector(Collector):
         yield _counter("forebay_worker_restarts", "Grids started anew after the loss of a rank", snapshot.worker_restarts)
         yield _counter("forebay_stored_pages", "Pages that every rank has put into the store", snapshot.stored_pages)
         yield _counter("forebay_store_failures", "Pages that could not be stored", snapshot.store_failures)
+        if snapshot.store.state != "none":
+            is_up = float(snapshot.store.state == "closed")
+            yield _gauge("forebay_store_up", "1 while planner and all ranks ask the store, 0 while one of them does not", is_up)
+            yield _counter("forebay_store_openings", "Times that the store was given up for a while", snapshot.store.openings)
+            yield _counter("forebay_store_refused_calls", "Calls answered without the store meanwhile", snapshot.store.refused)
         yield _counters("forebay_ticket", "Tickets and queries", "outcome", snapshot.tickets)
         yield _counters(
             "forebay_fetch_unused_tokens", "Wanted and not fetched, or fetched and not used", "reason", snapshot.unused_tokens

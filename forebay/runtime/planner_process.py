@@ -14,11 +14,13 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import zmq
 
 from forebay.core.hashing import root_hash
 from forebay.core.messages import (
     GridState,
+    Heartbeat,
     MessageError,
     Outputs,
     decode_from_worker,
@@ -33,7 +35,7 @@ from forebay.observe.flight import save_incident, save_timeline
 from forebay.runtime.boot import PlannerBoot, WorkerBoot, die_with_parent, new_endpoint, read_boot, ring_names
 from forebay.runtime.layouts import Layout
 from forebay.runtime.ranks import END_S, Endpoints, Ranks
-from forebay.runtime.store_access import StoreDesk
+from forebay.runtime.store_access import StoreDesk, StoreView
 from forebay.settings import FetchRoute, HostMode, Schedule
 from forebay.store.backends.open import StoreURLError
 
@@ -62,6 +64,7 @@ class PlannerProcess:
         self._ranks: Ranks | None = None
         self._poller = zmq.Poller()
         self._store = store
+        self._store_view = StoreView()
         self._answered = os.eventfd(0, os.EFD_NONBLOCK)
         self._snapshot_due = 0.0
         self._turned_at = time.monotonic()
@@ -103,6 +106,7 @@ class PlannerProcess:
         if self._ranks is not None:
             self._ranks.end(reason, self._plans, grace_s)
             self._ranks = None
+            self._store_view.forget_ranks()
             self._watch()
 
     def _watch(self) -> None:
@@ -154,6 +158,8 @@ class PlannerProcess:
                     event = self._ranks.take(now, rank, decode_from_worker(frame), self._plans)
                     if event is not None:
                         events.append(event)
+                    if isinstance(event, Heartbeat):
+                        self._store_view.heard(rank, event.store)
         if self._ranks is not None and (lost := self._ranks.watch(now)) is not None:
             events.append(lost)
         return events
@@ -224,7 +230,10 @@ class PlannerProcess:
 
     def _send_snapshot(self, now: float) -> None:
         self._snapshot_due = now + SNAPSHOT_S
-        self._tell_frontend(encode(self._planner.snapshot()))
+        snapshot = self._planner.snapshot()
+        if self._store is not None:
+            snapshot = msgspec.structs.replace(snapshot, store=self._store_view.fold(self._store.health))
+        self._tell_frontend(encode(snapshot))
 
     def _tell_frontend(self, frame: bytes) -> None:
         """A frontend that has not connected yet has asked for nothing. One that reads nothing any more cannot be served: nothing that

@@ -1,9 +1,10 @@
-"""How planner and ranks of one grid reach the same store.
+"""How planner and ranks of one grid reach the same store, each behind a circuit breaker of its own.
 
 A private (``embedded``) store is one process that the planner starts and ends; ranks are told its address and secret. Every other URL
-is opened by each process for itself.
+is opened by each process for itself. A store that does not answer when the server starts ends it; from then on it may come and go.
 """
 
+import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -11,11 +12,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from queue import SimpleQueue
 
+from forebay.core.messages import StoreHealth
 from forebay.core.tickets import QUERY_S, Query, QueryDone
 from forebay.runtime.layouts import Layout, Manifest, match_prefix
 from forebay.store.backend import PageStore
 from forebay.store.backends.embedded import EmbeddedStore
-from forebay.store.backends.open import open_store
+from forebay.store.backends.guarded import GuardedStore
+from forebay.store.backends.open import StoreURLError, open_store
+from forebay.store.breaker import State
 
 QUERY_THREADS = 2
 ADD_TIMEOUT_S = 2.0
@@ -39,9 +43,9 @@ class StoreDesk:
         """
         store = open_store(url)
         assert store is not None
-        self._store: PageStore = store
+        self._store = GuardedStore(store, _say("forebay planner"), _revived)
         self._own = own
-        self._manifest = Manifest(store, namespace, own)
+        self._manifest = Manifest(self._store, namespace, own)
         self._threads = ThreadPoolExecutor(QUERY_THREADS, "query")
         self._threads.submit(self._manifest.add_own, ADD_TIMEOUT_S)
         self.answers: SimpleQueue[QueryDone] = SimpleQueue()
@@ -51,8 +55,16 @@ class StoreDesk:
             self.address = StoreAddress(url, None)
 
     def ask(self, query: Query, wake: Callable[[], None]) -> None:
-        """Answer a query later; never blocks."""
-        self._threads.submit(self._answer, query, time.monotonic(), wake)
+        """Answer a query later; never blocks. A store that is not asked now is a miss at once: the threads may hang in calls to it."""
+        if self._store.is_open:
+            self.answers.put(QueryDone(query.number, 0))
+            wake()
+        else:
+            self._threads.submit(self._answer, query, time.monotonic(), wake)
+
+    @property
+    def health(self) -> StoreHealth:
+        return self._store.figures
 
     def close(self) -> None:
         self._threads.shutdown(cancel_futures=True)
@@ -69,10 +81,61 @@ class StoreDesk:
         finally:
             self.answers.put(QueryDone(query.number, pages))
             wake()
-            self._manifest.add_own(ADD_TIMEOUT_S)
+            self._manifest.add_own(ADD_TIMEOUT_S)  # looks only now and then
 
 
-def open_for_rank(address: StoreAddress) -> PageStore:
+def open_for_rank(address: StoreAddress, rank: int) -> GuardedStore:
+    """Never fails: it answered the planner a moment ago, and a rank that starts again must not need it."""
+
+    def revived(store: PageStore | None) -> PageStore:
+        return store or _opened(address)
+
+    say = _say(f"rank {rank}")
+    try:
+        return GuardedStore(_opened(address), say)
+    except StoreURLError as error:
+        return GuardedStore(None, say, revived, str(error))
+
+
+class StoreView:
+    """What planner and ranks say of the store, folded into one: the worst state, and figures that only rise."""
+
+    def __init__(self) -> None:
+        self._ranks: dict[int, StoreHealth] = {}
+        self._openings = 0  # of ranks that are gone
+        self._refused = 0
+
+    def heard(self, rank: int, health: StoreHealth) -> None:
+        self._ranks[rank] = health
+
+    def forget_ranks(self) -> None:
+        self._openings += sum(health.openings for health in self._ranks.values())
+        self._refused += sum(health.refused for health in self._ranks.values())
+        self._ranks.clear()
+
+    def fold(self, planner: StoreHealth) -> StoreHealth:
+        known = [planner, *self._ranks.values()]
+        worst = next((health for health in known if health.state not in ("none", State.CLOSED)), planner)
+        openings = self._openings + sum(health.openings for health in known)
+        return StoreHealth(worst.state, worst.detail, openings, self._refused + sum(health.refused for health in known))
+
+
+def _opened(address: StoreAddress) -> PageStore:
     store = open_store(address.url, secret=address.secret)
     assert store is not None
     return store
+
+
+def _revived(store: PageStore | None) -> PageStore:
+    """The planner's own store: a private one whose process has ended is started again where it was."""
+    assert store is not None
+    if isinstance(store, EmbeddedStore):
+        store.start_again_if_dead()
+    return store
+
+
+def _say(who: str) -> Callable[[str], None]:
+    def say(line: str) -> None:
+        print(f"{who}: {line}", file=sys.stderr, flush=True)
+
+    return say

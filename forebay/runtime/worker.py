@@ -43,10 +43,9 @@ from forebay.runtime.stage_link import LinkError
 from forebay.runtime.staged import StagedRoute
 from forebay.runtime.store_access import StoreAddress, open_for_rank
 from forebay.runtime.worker_io import WorkerIo, connect
-from forebay.store.backends.open import StoreURLError
 
 # Errors that say themselves, in one line, what is wrong and what to do.
-_HOPELESS = (DeviceError, ModelError, MemoryShortage, StoreURLError)
+_HOPELESS = (DeviceError, ModelError, MemoryShortage)
 _CLEAR = (*_HOPELESS, PlanError, LinkError)
 
 
@@ -107,11 +106,12 @@ class Worker:
             self._send(PlanDone(boot.epoch, boot.rank, message.number, outcome.samples, outcome.forward_s))
 
     def _open_store(self, loaded: LoadedRank, ready: ReadyRank) -> PageIo | None:
-        """From here on the I/O thread takes the planner's orders. Raises ``StoreURLError``."""
+        """From here on the I/O thread takes the planner's orders."""
         boot = self._boot
         if boot.store_url is None:
             return None
-        store = open_for_rank(StoreAddress(boot.store_url, boot.store_secret))
+        store = open_for_rank(StoreAddress(boot.store_url, boot.store_secret), boot.rank)
+        self._io.store_health = lambda: store.figures
         own = Layout.of(loaded.config, boot.pp, boot.tp)
         block = loaded.block
         reader = PageReader(store, ready.host, block, own, Manifest(store, boot.namespace, own))

@@ -15,7 +15,7 @@ from queue import SimpleQueue
 
 import zmq
 
-from forebay.core.messages import FromWorker, Heartbeat, ToWorkerIo, decode_to_worker_io, encode
+from forebay.core.messages import FromWorker, Heartbeat, StoreHealth, ToWorkerIo, decode_to_worker_io, encode
 
 HEARTBEAT_S = 1.0
 # Time for the compute loop to read a Stop that the planner sent just before it closed its sockets.
@@ -40,6 +40,8 @@ class WorkerIo(threading.Thread):
         self._take: Callable[[ToWorkerIo], None] | None = None
         self.applied = -1
         """The last plan that the compute loop has begun."""
+        self.store_health: Callable[[], StoreHealth] = StoreHealth
+        """What to report of the store."""
 
     def run(self) -> None:
         socket = connect(self._context, self._endpoint, self._identity)
@@ -99,7 +101,7 @@ class WorkerIo(threading.Thread):
     def _beat(self, socket: zmq.Socket[bytes]) -> None:
         # A full queue means that the planner reads nothing: one heartbeat more would not tell it anything.
         with contextlib.suppress(zmq.Again):
-            socket.send(encode(Heartbeat(self._epoch, self._rank, self.applied)), zmq.NOBLOCK)
+            socket.send(encode(Heartbeat(self._epoch, self._rank, self.applied, self.store_health())), zmq.NOBLOCK)
 
     def _end_as_orphan(self) -> None:
         """The planner has left us, and the compute loop may be waiting for a neighbour that is ending too."""

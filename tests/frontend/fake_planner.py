@@ -21,6 +21,7 @@ from forebay.core.messages import (
     Output,
     Outputs,
     Snapshot,
+    StoreHealth,
     Submit,
     TierUse,
     TokenLogprobs,
@@ -71,6 +72,7 @@ class FakePlanner:
             self.break_after: int | None = None
             self.usage = Usage()
             self.device = TierUse(64, 64)
+            self.store = StoreHealth()
             self.busy: tuple[str, ...] = ()
             self.submits: list[Submit] = []
             self.aborts: list[str] = []
@@ -200,4 +202,5 @@ class FakePlanner:
                 plan_s_buckets=(1, 2, 0, 0, 0, 0, 0, 0, 0, 0, 1),
                 plan_s_sum=9.5,
                 detail=self.detail,
+                store=self.store,
             )

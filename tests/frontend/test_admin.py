@@ -7,7 +7,7 @@ import openai
 import pytest
 
 import forebay
-from forebay.core.messages import GridState, Usage
+from forebay.core.messages import GridState, StoreHealth, Usage
 from forebay.settings import Settings
 from tests.frontend.fake_planner import FakePlanner
 from tests.frontend.served import MODEL, Server, says, until, wait_ready
@@ -24,7 +24,22 @@ def test_models_version_and_health(server: Server) -> None:
     with pytest.raises(openai.NotFoundError):
         server.openai.models.retrieve("other/model")
     assert server.http.get("/version").json() == {"version": forebay.__version__}
-    assert server.http.get("/health").json() == {"state": "ready", "detail": ""}
+    assert server.http.get("/health").json() == {
+        "state": "ready",
+        "detail": "",
+        "store": {"state": "none", "detail": "", "openings": 0, "refused": 0},
+    }
+
+
+def test_a_store_that_is_not_well_is_said_everywhere_and_no_reason_to_be_unhealthy(server: Server) -> None:
+    server.planner.store = StoreHealth("open", "no answer to a get within 4.0 s", 2, 7)
+    until(lambda: server.http.get("/health").json()["store"]["state"] == "open")
+    health = server.http.get("/health")
+    assert health.status_code == 200 and server.http.get("/ready").status_code == 200
+    assert health.json()["store"] == {"state": "open", "detail": "no answer to a get within 4.0 s", "openings": 2, "refused": 7}
+    assert server.http.get("/cache").json()["store"] == health.json()["store"]
+    names = {"forebay_store_up": 0, "forebay_store_openings_total": 2, "forebay_store_refused_calls_total": 7}
+    assert all(metric(server, name) == value for name, value in names.items())
 
 
 def test_tokenize_and_detokenize_are_each_others_inverse(server: Server) -> None:
@@ -129,7 +144,8 @@ def test_while_the_model_loads_health_says_so_and_requests_are_told_to_come_back
     planner.detail = "loading weights"
     server = start_server(planner=planner)
     until(lambda: server.http.get("/health").status_code == 200)
-    assert server.http.get("/health").json() == {"state": "starting", "detail": "loading weights"}
+    health = server.http.get("/health").json()
+    assert (health["state"], health["detail"]) == ("starting", "loading weights")
     assert server.http.get("/ready").status_code == 503
     answer = server.post("/v1/completions", prompt="x")
     assert answer.status_code == 503

@@ -15,6 +15,7 @@ from forebay.store.backends.directory import DirectoryStore
 from forebay.store.backends.embedded import EmbeddedStore
 from forebay.store.backends.forebay import ForebayStore
 from forebay.store.backends.guarded import GuardedStore
+from forebay.store.wire.messages import Tier
 from tests.store.store_cluster import cluster, wait_for
 
 PAGE = 70_000
@@ -238,6 +239,32 @@ def test_embedded_a_killed_child_is_statuses_and_bad_health_not_exceptions(tmp_p
     assert store.put_from([PutItem(b"k", b"v")], 0.5)[0] in (Status.UNAVAILABLE, Status.TIMEOUT)
     assert store.match_prefix([b"k"], [b""], hint=False, timeout_s=0.5) == 0
     store.close()
+
+
+def test_embedded_a_killed_child_comes_back_where_it_was_when_it_is_guarded(tmp_path: Path) -> None:
+    store = EmbeddedStore(tmp_path, 8 << 20, 64 << 20)
+
+    def revive(there: PageStore | None) -> PageStore:
+        store.start_again_if_dead()
+        return store
+
+    said: list[str] = []
+    guarded = GuardedStore(store, said.append, revive)
+    assert put(guarded, b"k", b"v") is Status.OK
+    wait_for(lambda: Tier.SSD in store.client.tiers([b"k"])[0], what="it is durable")
+    url, pid = store.url, store.pid
+    os.kill(pid, signal.SIGKILL)
+
+    def refused() -> bool:
+        guarded.match_prefix([b"k"], [b""], hint=False, timeout_s=0.2)
+        return guarded.is_open
+
+    wait_for(refused, what="the breaker")
+    wait_for(lambda: not guarded.is_open, what="a probe that goes well")
+    assert store.url == url and store.pid != pid and len(said) == 2
+    wait_for(lambda: get(guarded, b"k", 1) == b"v", what="its log is listed")
+    guarded.close()
+    assert not Path(f"/proc/{store.pid}").exists()
 
 
 def test_store_urls(tmp_path: Path) -> None:

@@ -311,7 +311,7 @@ def test_misses_of_a_store_that_is_gone_are_told_from_misses_of_one_that_is_ther
         return store.is_open
 
     wait_for(ask_and_look, what="a check")
-    assert store.breaker.reason == "ill" and not store.health().ok
+    assert store.figures.detail == "ill" and not store.health().ok
 
 
 def test_a_store_that_was_down_at_the_start_is_opened_when_it_is_there(tmp_path: Path, said: list[str]) -> None:
@@ -324,7 +324,7 @@ def test_a_store_that_was_down_at_the_start_is_opened_when_it_is_there(tmp_path:
 
     store = GuardedStore(None, said.append, revive, "refused")
     assert store.put_from([PutItem(b"k", b"value")], T) == [Status.UNAVAILABLE]
-    wait_for(lambda: store.breaker.reason == "nobody there yet", what="a first probe")
+    wait_for(lambda: store.figures.detail == "nobody there yet", what="a first probe")
     there.set()
     wait_for(lambda: not store.is_open, what="a second one")
     assert store.put_from([PutItem(b"k", b"value")], T) == [Status.OK]

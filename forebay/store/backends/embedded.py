@@ -7,6 +7,7 @@ the same directory takes a sub-directory, for a log has one owner.
 
 import contextlib
 import json
+import os
 import secrets
 import select
 import subprocess
@@ -14,6 +15,8 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+
+import platformdirs
 
 from forebay.store.backend import GetItem, Health, PutItem, Status
 from forebay.store.backends.forebay import ForebayStore
@@ -31,19 +34,10 @@ class EmbeddedStore:
 
     def __init__(self, directory: Path, dram: int, ssd: int) -> None:
         self.secret = secrets.token_hex(32)
-        boot = json.dumps({"directory": str(directory), "dram": dram, "ssd": ssd, "secret": self.secret}) + "\n"
-        self._child = subprocess.Popen(
-            [sys.executable, "-m", "forebay.store.backends.embedded_process"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            process_group=0,  # Ctrl-C is for us; we end the child in good order
-        )
-        assert self._child.stdin is not None
+        self._boot = {"directory": str(directory), "dram": dram, "ssd": ssd, "secret": self.secret, "listen": "127.0.0.1:0"}
+        self._child = _spawn()
         try:
-            self._child.stdin.write(boot.encode())
-            self._child.stdin.flush()
-            self.url, self.directory = self._started()
+            self.url, self.directory = self._start()
             client = StoreClient.connect(self.url, secret=self.secret, prefetch=PrefetchOptions(enabled=True))
         except BaseException:
             self._end()
@@ -74,8 +68,20 @@ class EmbeddedStore:
         self._store.close()
         self._end()
 
-    def _started(self) -> tuple[str, Path]:
-        assert self._child.stdout is not None and self._child.stderr is not None
+    def start_again_if_dead(self) -> None:
+        """A child that has ended is started again on its address, so that clients find it. Raises ``OSError``."""
+        if self._child.poll() is not None:
+            self._end()
+            self._boot |= {"directory": str(self.directory), "listen": self.url.removeprefix("forebay://")}
+            self._child = _spawn()
+            self.url, self.directory = self._start()
+            self._wait_until_served()
+
+    def _start(self) -> tuple[str, Path]:
+        """Tell the child what to be; its URL and directory."""
+        assert self._child.stdin is not None and self._child.stdout is not None and self._child.stderr is not None
+        self._child.stdin.write(json.dumps(self._boot).encode() + b"\n")
+        self._child.stdin.flush()
         ready, _, _ = select.select([self._child.stdout], [], [], START_S)
         line = self._child.stdout.readline() if ready else b""
         if not line:
@@ -107,6 +113,16 @@ class EmbeddedStore:
 
 
 def default_directory() -> Path:
-    import platformdirs
+    """Beside converted models: FOREBAY_CACHE_DIR, else the platform's user cache directory."""
+    override = os.environ.get("FOREBAY_CACHE_DIR")
+    return (Path(override) if override else platformdirs.user_cache_path("forebay", appauthor=False)) / "store"
 
-    return platformdirs.user_cache_path("forebay") / "store"
+
+def _spawn() -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "forebay.store.backends.embedded_process"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        process_group=0,  # Ctrl-C is for us; we end the child in good order
+    )

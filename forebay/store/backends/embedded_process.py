@@ -32,13 +32,13 @@ def _free_directory(directory: Path) -> Path:
 def _main() -> int:
     boot = json.loads(sys.stdin.buffer.readline())
     secret = boot["secret"].encode()
-    listen = Address("127.0.0.1", 0)
+    listen = Address.parse(boot["listen"])
     try:
         directory = _free_directory(Path(boot["directory"]))
         roles = Roles(
             listen=listen,
             master=MasterConfig(ssd_prefetch=True, settle_s=0.0),
-            holder=HolderConfig(listen, listen, boot["dram"], directory, boot["ssd"]),
+            holder=HolderConfig(listen, Address(listen.host, 0), boot["dram"], directory, boot["ssd"]),
             secrets=auth.Secrets({auth.DEFAULT_TENANT: secret, auth.HOLDER_TENANT: secret}),
         )
 

@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+from forebay.core.messages import StoreHealth
 from forebay.store.backend import GetItem, Health, PageStore, PutItem, Status
 from forebay.store.breaker import Breaker, Outcome, State, Transition
 
@@ -53,17 +54,19 @@ class GuardedStore:
 
     @property
     def is_open(self) -> bool:
-        """The store is not asked now: calls are refused at once. Also notices calls that do not return."""
-        with self._changed:
-            self._breaker.look(time.monotonic())
-            state = self._breaker.state
-        self._after()
-        return state is not State.CLOSED
+        """The store is not asked now: calls are refused at once."""
+        return self.figures.state != State.CLOSED
 
     @property
-    def breaker(self) -> Breaker:
-        """For reading its figures."""
-        return self._breaker
+    def figures(self) -> StoreHealth:
+        """For whoever reports on it. Also notices calls that do not return."""
+        with self._changed:
+            breaker = self._breaker
+            breaker.look(time.monotonic())
+            detail = "" if breaker.state is State.CLOSED else breaker.reason
+            figures = StoreHealth(breaker.state, detail, breaker.openings, breaker.refused)
+        self._after()
+        return figures
 
     def match_prefix(self, keys: Sequence[bytes], parts: Sequence[bytes], *, hint: bool, timeout_s: float) -> int:
         def judge(matched: int, took_s: float) -> tuple[Outcome, str]:
@@ -82,9 +85,9 @@ class GuardedStore:
         return self._call(lambda store: _whole(store.put_from(items, timeout_s), nothing), _judge_put, timeout_s, nothing)
 
     def health(self) -> Health:
-        if self.is_open:
-            return Health(False, self._breaker.reason)
-        assert self._store is not None
+        figures = self.figures
+        if figures.detail or self._store is None:
+            return Health(False, figures.detail)
         return self._store.health()
 
     def close(self) -> None:
