@@ -59,7 +59,7 @@ class CompletionOutput:
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """All choices of one prompt. ``prompt`` is None where token ids were given."""
+    """All choices of one prompt. ``prompt`` is None where token ids were given. ``num_cached_tokens`` is the sum over the tiers."""
 
     request_id: str
     prompt: str | None
@@ -67,6 +67,9 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     num_cached_tokens: int
     finished: bool = True
+    cached_device: int = 0
+    cached_host: int = 0
+    cached_store: int = 0
 
 
 class LLM:
@@ -143,6 +146,13 @@ class LLM:
         """The prompt that the model's chat template makes of a conversation, for `generate` and `stream`."""
         return self._host.call(self._host.render_all([messages], add_generation_prompt))[0]
 
+    def flush_cache(self, tiers: Sequence[str] = ("device", "host"), timeout_s: float = 30.0) -> int:
+        """Forget cached pages of these tiers (`device`, `host`) once nothing in flight needs them; the number of pages freed.
+
+        Raises ``TimeoutError`` naming what still holds pages after ``timeout_s``, and ``EngineDown``.
+        """
+        return self._host.call(self._host.flush(tiers, timeout_s))
+
     @property
     def model_name(self) -> str:
         return self._host.model.name
@@ -214,6 +224,16 @@ class _Host:
             for task in tasks:
                 task.cancel()
 
+    async def flush(self, tiers: Sequence[str], timeout_s: float) -> int:
+        assert self._engine is not None
+        unknown = set(tiers) - {"device", "host"}
+        if unknown:
+            raise ValueError(f"tiers {sorted(unknown)} cannot be flushed here; allowed: device, host")
+        done = await self._engine.flush(tiers, timeout_s)
+        if done.busy:
+            raise TimeoutError(f"after {timeout_s:.0f} s there are still {'; '.join(done.busy)}")
+        return done.freed_pages
+
     async def render_all(self, conversations: Sequence[Conversation], add_generation_prompt: bool) -> list[Prompt]:
         return [await self.encoder.from_messages(messages, add_generation_prompt) for messages in conversations]
 
@@ -251,6 +271,9 @@ class _Host:
             prompt_token_ids=ready.tokens,
             outputs=[self._completion(index, result, params) for index, result in enumerate(results)],
             num_cached_tokens=cached.cached_device + cached.cached_host + cached.cached_store,
+            cached_device=cached.cached_device,
+            cached_host=cached.cached_host,
+            cached_store=cached.cached_store,
         )
 
     async def _prompt(self, prompt: PromptInput) -> Prompt:
