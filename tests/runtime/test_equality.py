@@ -99,7 +99,7 @@ def check_sequence(llm: LLM, expected: Expected, seed: int, tolerance: float, hi
         prompts = []
         for _ in range(randomness.choice([1, 2, 4])):
             if talks and randomness.random() < 0.4:
-                prompts.append(randomness.choice(talks) + [randomness.randrange(5, 250)])
+                prompts.append([*randomness.choice(talks), randomness.randrange(5, 250)])
             else:
                 own = [randomness.randrange(5, 250) for _ in range(randomness.choice([0, 1, 5]))]
                 prompts.append(randomness.choice(stems)[: randomness.choice([PAGE, 3 * PAGE, 5 * PAGE + 3, CONTEXT // 2])] + own)
