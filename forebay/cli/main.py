@@ -13,6 +13,7 @@ import forebay
 from forebay.cli.errors import UserError
 from forebay.cli.options import ConfigFile, takes_settings
 from forebay.settings import SettingsError
+from forebay.sim.preset import Preset
 
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
@@ -101,12 +102,14 @@ def show_config(json: Json = False) -> None:
 def simulate(
     fuzz: Annotated[int, typer.Option("--fuzz", min=1, help="number of histories to run, each from its own seed")],
     seed: Annotated[int, typer.Option("--seed", min=0, help="first seed")] = 0,
+    preset: Annotated[Preset | None, typer.Option("--preset", help="how much goes wrong; drawn from each seed if not given")] = None,
+    grid: Annotated[str | None, typer.Option("--grid", metavar="PPxTP", help="stages x TP ranks; drawn if not given")] = None,
     json: Json = False,
 ) -> None:
     """Run the real planner through random traffic, orders, delays and faults, and check every rule after every step."""
     from forebay.cli.simulate import run_simulation
 
-    run_simulation(fuzz, seed, json)
+    run_simulation(fuzz, seed, json, preset, grid)
 
 
 @app.command()

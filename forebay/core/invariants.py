@@ -24,6 +24,8 @@ from forebay.core.replica import Replica
 from forebay.core.request import RequestState
 from forebay.core.tree import NONE, TIERS, Tier
 
+STUB = [NONE, NONE]
+
 
 def check(replica: Replica) -> None:
     """All invariants; O(pages), so for tests and simulation."""
@@ -41,9 +43,9 @@ def check(replica: Replica) -> None:
 
 def _check_pages(replica: Replica, cache: PageCache) -> None:
     for pool in (cache.device, cache.host):
-        owners = Counter(pool.owner(page) for page in range(pool.capacity))
         for owner in Owner:
-            assert owners[owner] == pool.count(owner), f"I1: {owner.name} counts {pool.count(owner)}, is {owners[owner]}"
+            counted = pool.recount(owner)
+            assert counted == pool.count(owner), f"I1: {owner.name} counts {pool.count(owner)}, is {counted}"
     pins: tuple[Counter[bytes], Counter[bytes]] = (Counter(), Counter())
     request_pages: Counter[int] = Counter()
     fenced_pages: Counter[int] = Counter()
@@ -73,38 +75,35 @@ def _check_pages(replica: Replica, cache: PageCache) -> None:
     _check_held(cache.device, Owner.FENCED, fenced_pages)
     _check_held(cache.host, Owner.TRANSFER, host_pages)
     for tier, pool in ((Tier.DEVICE, cache.device), (Tier.HOST, cache.host)):
-        _check_held(pool, Owner.NODE, Counter(node.pages[tier] for node in cache.tree if node.pages[tier] != NONE))
-        for node in cache.tree:
-            wanted = pins[tier][node.hash]
-            assert node.pins[tier] == wanted, f"I2: a node has {node.pins[tier]} {tier.name} pins, {wanted} holders"
+        _check_held(pool, Owner.NODE, Counter([node.pages[tier] for node in cache.tree if node.pages[tier] != NONE]))
+        held = pins[tier]
+        wrong = [node for node in cache.tree if node.pins[tier] != held[node.hash]]
+        assert not wrong, f"I2: a node has {wrong[0].pins[tier]} {tier.name} pins, {held[wrong[0].hash]} holders"
 
 
 def _check_held(pool: PagePool, owner: Owner, held: Counter[int]) -> None:
     for page, count in held.items():
-        assert count == 1 and pool.owner(page) is owner, f"I2: page {page} is held {count} times as {owner.name}"
+        assert count == 1 and pool.belongs_to(page, owner), f"I2: page {page} is held {count} times as {owner.name}"
     assert len(held) == pool.count(owner), f"I2: {pool.count(owner) - len(held)} {owner.name} pages are leaked"
 
 
 def _check_tree(cache: PageCache) -> None:
-    children: tuple[Counter[bytes], Counter[bytes]] = (Counter(), Counter())
-    heirs: Counter[bytes] = Counter()
-    for node in cache.tree:
-        assert not node.stale and cache.tree.get(node.hash) is node, "I3: stale node in the tree"
-        assert any(page != NONE for page in node.pages), "I3: a stub"
+    tree = cache.tree
+    nodes = list(tree)
+    heirs = Counter([id(node.parent) for node in nodes])
+    for node in nodes:
         parent = node.parent
-        if parent is None:
-            continue
-        assert cache.tree.get(parent.hash) is parent, "I3: a resident node's parent is not resident"
-        heirs[parent.hash] += 1
-        for tier in TIERS:
-            children[tier][parent.hash] += node.pages[tier] != NONE
-    for node in cache.tree:
-        assert node.heirs == heirs[node.hash], f"I3: {node.heirs} children counted, {heirs[node.hash]} there"
-        for tier in TIERS:
-            assert node.children[tier] == children[tier][node.hash], f"I3: children in {tier.name} miscounted"
+        assert not node.stale and tree.get(node.hash) is node, "I3: stale node in the tree"
+        assert node.pages != STUB, "I3: a stub"
+        assert parent is None or tree.get(parent.hash) is parent, "I3: a resident node's parent is not resident"
+        assert node.heirs == heirs[id(node)], f"I3: {node.heirs} children counted, {heirs[id(node)]} there"
     for tier in TIERS:
-        unpinned = sum(node.pages[tier] != NONE and not node.pins[tier] for node in cache.tree)
-        assert cache.tree.unpinned(tier) == unpinned, f"I10: {tier.name} counts {cache.tree.unpinned(tier)}, is {unpinned}"
+        resident = [node for node in nodes if node.pages[tier] != NONE]
+        children = Counter([id(node.parent) for node in resident])
+        wrong = [node for node in nodes if node.children[tier] != children[id(node)]]
+        assert not wrong, f"I3: children in {tier.name} miscounted"
+        unpinned = len([node for node in resident if not node.pins[tier]])
+        assert tree.unpinned(tier) == unpinned, f"I10: {tier.name} counts {tree.unpinned(tier)}, is {unpinned}"
 
 
 def _check_staging(cache: PageCache) -> None:

@@ -38,8 +38,20 @@ class PagePool:
     def count(self, owner: Owner) -> int:
         return self._counts[owner]
 
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Pages by owner."""
+        return tuple(self._counts)
+
     def owner(self, page: int) -> Owner:
         return Owner(self._owner[page])
+
+    def belongs_to(self, page: int, owner: Owner) -> bool:
+        return self._owner[page] == owner
+
+    def recount(self, owner: Owner) -> int:
+        """`count`, page by page: for the invariants."""
+        return self._owner.count(owner)
 
     def allocate(self, count: int, owner: Owner) -> list[int]:
         """``count`` free pages, now ``owner``'s. The caller has made sure that there are as many."""

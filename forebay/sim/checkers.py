@@ -3,7 +3,8 @@
 from collections import defaultdict
 
 from forebay.core.messages import FinishReason, Output, Plan, PlanDone, Submit
-from forebay.sim.model import expected_tokens
+from forebay.core.planner import MAX_FAILURES_ALONE
+from forebay.core.tree import PrefixTree
 
 ENDED_EARLY = frozenset({FinishReason.ABORT, FinishReason.ERROR})
 REJECTED = frozenset({FinishReason.REJECTED_FULL, FinishReason.REJECTED_TOO_LONG})
@@ -53,22 +54,34 @@ class ClientChecker:
 
     def __init__(self, max_context: int) -> None:
         self._max_context = max_context
-        self._submits: dict[str, Submit] = {}
+        self._wanted: dict[str, tuple[list[int], FinishReason]] = {}
+        self._open: dict[str, None] = {}
+        self._faults_before: dict[str, int] = {}
+        self._faults_seen: dict[str, int] = {}
         self._aborted: set[str] = set()
+        self._faults = 0
         self.tokens: dict[str, list[int]] = {}
         self.finish: dict[str, FinishReason] = {}
         self.usage_seen: set[str] = set()
 
-    def submitted(self, submit: Submit) -> None:
-        self._submits[submit.request_id] = submit
-        self.tokens[submit.request_id] = []
+    def submitted(self, submit: Submit, wanted: list[int], reason: FinishReason) -> None:
+        """``wanted``, ``reason``: what the request must come to if nothing goes wrong."""
+        request_id = submit.request_id
+        self._wanted[request_id] = (wanted, reason)
+        self._open[request_id] = None
+        self._faults_before[request_id] = self._faults
+        self.tokens[request_id] = []
 
     def aborted(self, request_id: str) -> None:
         self._aborted.add(request_id)
 
+    def grid_lost(self, *, faulted: bool) -> None:
+        """``faulted``: by an error of a rank at its work, for which requests may be blamed."""
+        self._faults += faulted
+
     def output(self, output: Output) -> None:
         request_id = output.request_id
-        assert request_id in self._submits, f"output for {request_id}, which nobody asked for"
+        assert request_id in self._wanted, f"output for {request_id}, which nobody asked for"
         assert request_id not in self.finish, f"output for {request_id} after its end"
         assert len(output.logprobs) in (0, len(output.tokens)), "log-probabilities without their tokens"
         if output.usage is not None:
@@ -79,21 +92,32 @@ class ClientChecker:
         self.tokens[request_id] += output.tokens
         if output.finish is not None:
             self.finish[request_id] = output.finish
+            self._faults_seen[request_id] = self._faults - self._faults_before[request_id]
+            del self._open[request_id]
 
     def open(self) -> list[str]:
         """Requests that have not ended."""
-        return [request_id for request_id in self._submits if request_id not in self.finish]
+        return list(self._open)
 
-    def check(self) -> None:
-        """At the end of a history."""
-        assert not self.open(), f"requests {self.open()} never ended"
-        for request_id, submit in self._submits.items():
+    def check(self, *, failed: bool, shrunk: bool) -> None:
+        """At the end of a history. ``failed``: the grid has; ``shrunk``: a grid came back with fewer pages than before."""
+        assert not self._open, f"requests {self.open()} never ended"
+        for request_id, (wanted, wanted_reason) in self._wanted.items():
             got, reason = self.tokens[request_id], self.finish[request_id]
-            wanted, wanted_reason = expected_tokens(submit, self._max_context)
             if reason in REJECTED:
-                assert not got, f"{request_id} was rejected after tokens"
+                assert not got or (shrunk and got == wanted[: len(got)]), f"{request_id} was rejected after tokens"
             elif reason in ENDED_EARLY:
                 assert got == wanted[: len(got)] and len(got) < len(wanted), f"{request_id} ended early with wrong tokens"
-                assert reason is FinishReason.ERROR or request_id in self._aborted, f"{request_id} was aborted by nobody"
+                blamed = self._faults_seen[request_id] >= MAX_FAILURES_ALONE
+                may_fail = reason is FinishReason.ERROR and (failed or blamed)
+                assert may_fail or request_id in self._aborted, f"{request_id} ended with {reason} for no reason"
             else:
                 assert got == wanted and reason is wanted_reason, f"{request_id}: got {got} {reason}, not {wanted} {wanted_reason}"
+
+
+def check_stored(tree: PrefixTree, ever: set[tuple[bytes, int]], ranks: int) -> None:
+    """Durability: what the planner believes to be stored has been, by every rank. (It may have been evicted since: a hint.)"""
+    believed = [node.hash for node in tree if node.stored]
+    for rank in range(ranks):
+        wrong = [hash for hash in believed if (hash, rank) not in ever]
+        assert not wrong, f"{len(wrong)} pages are believed stored, and rank {rank} never stored them"

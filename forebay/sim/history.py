@@ -1,74 +1,56 @@
 """One history: a seed draws a small replica, its traffic and its faults; the real planner runs it to the end.
 
-The faults heal: after the last one every request must end (progress). Checked after every planner step: `core.invariants`; at every
-read: page contents; at every plan: the fence and the digests; at the end: tokens exactly once, pages back to baseline.
+    heap of things to happen --> client, grid, store, faults --> inbox --> planner.step --> effects --> grid, store, client
+                                                                   '------ checkers look at all that passes ------'
+
+The faults heal: after the last one every request must end (progress). Checked whenever a step has changed anything: `core.invariants`
+and what is believed stored; at every read: page contents; at every plan: the fence and the digests; at the end: tokens exactly once,
+pages back to baseline.
 """
 
 import random
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 
-import msgspec
-
 from forebay.core import invariants
-from forebay.core.messages import Abort, Flush, GridState, PlanDone, StagedTicket, Store, Submit, Ticket, pack_tokens
+from forebay.core.messages import Abort, Flush, GridState, Heartbeat, Plan, PlanDone, StagedTicket, Store, Submit, Ticket, pack_tokens
 from forebay.core.planner import Effects, Event, GridLost, GridReady, Planner
-from forebay.core.replica import PlannerConfig
 from forebay.core.sampling import SamplingParams
-from forebay.core.tickets import FetchPolicy, Query, QueryDone
-from forebay.core.transfers import WritePolicy
+from forebay.core.tickets import Query, QueryDone
 from forebay.core.tree import TIERS
-from forebay.sim.checkers import ClientChecker, FenceChecker
-from forebay.sim.grid import Acknowledgement, FakeGrid, FakeStore, Timing, Truth
+from forebay.sim.checkers import ClientChecker, FenceChecker, check_stored
+from forebay.sim.coverage import CONCERNING, Cell
+from forebay.sim.fake_store import FakeStore
+from forebay.sim.faults import draw_faults, point_of
+from forebay.sim.grid import Acknowledgement, FakeGrid, Reports
 from forebay.sim.heap import EventHeap
+from forebay.sim.injector import Injector
 from forebay.sim.model import EOS, VOCABULARY, expected_tokens, stamps
+from forebay.sim.options import Options, draw, planner_config
+from forebay.sim.rank import Truth
 
 TICK_S = 0.5
-# The second wave of traffic meets what the first has stored, after device and host have forgotten it.
 WAVE_GAP_S = 20.0
 FORGETTING = 10_000
 MAX_STEPS = 100_000
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """What one history is made of; `draw` takes all of it from the seed."""
-
-    pp: int
-    tp: int
-    page_size: int
-    pages: int
-    host_pages: int
-    write_policy: WritePolicy
-    load_back_threshold: int
-    has_store: bool
-    fetch_policy: FetchPolicy
-    fetch_threshold: int
-    staged: bool
-    staging: bool
-    store_losses: int
-    query_s: float
-    chunk_size: int
-    max_running: int
-    max_waiting: int
-    max_context: int
-    prefix_first: bool
-    requests: int
-    arrival_s: float
-    timing: Timing
-    abort_share: float
-    losses: int
-    pauses: int
-    flushes: int
-    second_wave: bool
+# Longer than any time-out of planner, store and faults: a request that stands still for so long waits for nothing.
+STANDSTILL_S = 200.0
+STALE_MEMORY = 32
+STEMS = 4
+FULL_CHECK_STEPS = 32
 
 
 @dataclass(slots=True)
 class Report:
-    """What happened, for coverage: a campaign in which some of these stay zero has tested nothing of that kind."""
+    """What happened, for coverage: a campaign in which some of these stay zero has tested nothing of that kind.
+
+    ``messages``: delivered on any channel of the control path, heartbeats not counted. ``faults``: that have struck.
+    """
 
     steps: int = 0
     plans: int = 0
     messages: int = 0
+    faults: int = 0
     retractions: int = 0
     restarts: int = 0
     cached_tokens: int = 0
@@ -83,51 +65,7 @@ class Report:
     finishes: dict[str, int] = field(default_factory=dict)
     remaps: int = 0
     flushes: int = 0
-
-
-def draw(randomness: random.Random) -> Options:
-    """Swarm testing (Groce et al., ISSTA 2012): each history has its own mix, and "none" is always possible."""
-    choice = randomness.choice
-    page_size = choice([1, 2, 4, 8])
-    slow_forward = choice([0.001, 0.01, 0.1])
-    slow_message = choice([0.0001, 0.005, 0.05])
-    return Options(
-        pp=choice([1, 2, 3, 4]),
-        tp=choice([1, 1, 2]),
-        page_size=page_size,
-        pages=choice([6, 12, 24, 48]),
-        host_pages=choice([0, 8, 32, 64]),
-        write_policy=choice(list(WritePolicy)),
-        load_back_threshold=choice([0, page_size]),
-        has_store=choice([False, True, True]),
-        fetch_policy=choice(list(FetchPolicy)),
-        fetch_threshold=choice([0, page_size, 3 * page_size]),
-        staged=choice([False, False, True]),
-        staging=choice([False, False, True]),
-        store_losses=choice([0, 0, 2]),
-        query_s=choice([0.001, 0.01, 0.5]),
-        chunk_size=choice([1, 4, 8, 16, 32]),
-        max_running=choice([1, 2, 4, 8]),
-        max_waiting=choice([2, 100]),
-        max_context=choice([16, 40, 64]),
-        prefix_first=choice([False, True]),
-        requests=randomness.randint(1, 32),
-        arrival_s=choice([0.0, 0.01, 0.1, 1.0]),
-        timing=Timing(
-            slow_forward / 4,
-            slow_forward,
-            slow_message / 10,
-            slow_message,
-            backup_failures=choice([0.0, 0.0, 0.3]),
-            store_failures=choice([0.0, 0.0, 0.1]),
-            fetch_high=choice([0.001, 0.1, 2.0]),
-        ),
-        abort_share=choice([0.0, 0.0, 0.2, 0.6]),
-        losses=choice([0, 0, 0, 1, 2]),
-        pauses=choice([0, 0, 0, 1]),
-        flushes=choice([0, 0, 1, 2]),
-        second_wave=choice([False, True, True]),
-    )
+    met: Counter[Cell] = field(default_factory=Counter)
 
 
 def run_history(seed: int, options: Options | None = None) -> Report:
@@ -136,192 +74,279 @@ def run_history(seed: int, options: Options | None = None) -> Report:
 
 
 class History:
+    """``inbox``: what the planner's next step takes. ``grid``: of the newest epoch."""
+
     def __init__(self, seed: int, options: Options | None = None) -> None:
-        self._random = random.Random(seed)
-        self.options = options if options is not None else draw(self._random)
+        self.random = random.Random(seed)
+        self.options = options if options is not None else draw(self.random)
         self.heap = EventHeap()
-        self.planner = Planner(_config(self.options))
+        self.planner = Planner(planner_config(self.options))
         self.report = Report()
         self.client = ClientChecker(self.options.max_context)
+        self.store = FakeStore(self.random, self.options.store_failures)
+        self.inbox: list[Event] = []
+        self.grid: FakeGrid | None = None
+        self.pages = self.options.pages
+        self.poison: set[str] = set()
+        self.recent: list[Acknowledgement] = []
+        self.failing_starts = 0  # of the next grids
+        self.stands_until = 0.0  # the planner's process is stopped
+        self.injector = Injector(self)
         self._truth = Truth()
-        self._store = FakeStore(self._random)
-        self._inbox: list[Event] = []
-        self._grid: FakeGrid | None = None
         self._fence = self._new_fence()
+        self._stems = [[self.random.randrange(1, VOCABULARY) for _ in range(self.options.max_context)] for _ in range(STEMS)]
+        self._told: defaultdict[bytes, list[list[int]]] = defaultdict(list)  # conversations so far, by salt
+        self._flushes_asked = 0
+        self._grid_messages = 0
         self._tick_due = -1.0
-        self._pages = self.options.pages
+        self._moved_at = 0.0
+        self._seen: tuple[object, ...] = ()
 
     def run(self) -> Report:
-        self._schedule_traffic()
-        self._schedule_faults()
+        horizon = self._schedule_traffic()
+        for fault in draw_faults(self.random, self.options.preset, horizon):
+            self.heap.at(fault.at, lambda fault=fault: self.injector.arm(fault))  # type: ignore[misc]
         self._start_grid(self.planner.epoch)
         while len(self.heap):
             assert self.report.steps < MAX_STEPS, "the history does not end"
             self.heap.run_next()
-            self._step()
+            self._turn()
         self._check_end()
         return self.report
 
-    # ------------------------------------------------------------------------------------------ traffic and faults
+    # ------------------------------------------------------------------------------------------ traffic
 
-    def _schedule_traffic(self) -> None:
-        options, randomness = self.options, self._random
-        stems = [[randomness.randrange(1, VOCABULARY) for _ in range(options.max_context)] for _ in range(2)]
+    def _schedule_traffic(self) -> float:
+        """The time at which the last request arrives."""
+        options, randomness = self.options, self.random
         at = 0.0
+        size = -(-options.requests // (len(options.waves) + 1))
         for index in range(options.requests):
             at += randomness.uniform(0, 2 * options.arrival_s)
-            if index and index == options.requests // 2 and options.second_wave:
+            wave = index // size
+            if wave and not index % size:
                 at += WAVE_GAP_S
-                both = Flush(FORGETTING, ("device", "host"), 0.5)
-                self.heap.at(at - 1.0, lambda both=both: self._inbox.append(both))  # type: ignore[misc]
-            submit = self._submit(f"r{index}", stems)
-            self.heap.at(at, lambda submit=submit: self._arrive(submit))  # type: ignore[misc]
+                flush = Flush(FORGETTING + wave, options.waves[wave - 1], 0.5)
+                self.heap.at(at - 1.0, lambda flush=flush: self._ask_flush(flush))  # type: ignore[misc]
+            request_id = f"r{index}"
+            self.heap.at(at, lambda request_id=request_id: self.submit(request_id))  # type: ignore[misc]
             if randomness.random() < options.abort_share:
                 later = at + randomness.uniform(0, 20 * options.timing.forward_high)
-                self.heap.at(later, lambda request_id=submit.request_id: self._abort(request_id))  # type: ignore[misc]
+                self.heap.at(later, lambda request_id=request_id: self.abort(request_id))  # type: ignore[misc]
         for index in range(options.flushes):
             tiers = randomness.choice([("device",), ("host",), ("device", "host")])
             flush = Flush(index, tiers, randomness.choice([0.0, 1.0, 100.0]))
-            self.heap.at(randomness.uniform(0, at + 0.1), lambda flush=flush: self._inbox.append(flush))  # type: ignore[misc]
+            self.heap.at(randomness.uniform(0, at + 0.1), lambda flush=flush: self._ask_flush(flush))  # type: ignore[misc]
+        return at + 10 * options.timing.forward_high
 
-    def _submit(self, request_id: str, stems: list[list[int]]) -> Submit:
-        """Prompts share stems, and often end on a page border: that is where the interesting cases are."""
-        randomness, options = self._random, self.options
-        stem = randomness.choice(stems)
-        page = options.page_size
-        shared = randomness.choice([0, page, 2 * page, 4 * page, randomness.randrange(options.max_context)])
-        own = [randomness.randrange(1, VOCABULARY) for _ in range(randomness.choice([0, 0, 1, page, 5]))]
-        prompt = (stem[:shared] + own)[: options.max_context - 1] or [1]
+    def submit(self, request_id: str, max_tokens: int | None = None) -> None:
+        randomness, options = self.random, self.options
+        salt = randomness.choice([b"", b"", b"", b"", b"s"])
+        prompt = self._prompt(salt)
+        room = max(options.max_context - len(prompt), 1)
         params = SamplingParams(
-            max_tokens=randomness.randint(1, max(options.max_context - len(prompt), 1)),
+            max_tokens=randomness.randint(1, room) if max_tokens is None else min(max_tokens, room),
             seed=randomness.choice([0, 0, 1]),
-            ignore_eos=randomness.random() < 0.7,
+            ignore_eos=max_tokens is not None or randomness.random() < 0.7,
             stop_token_ids=(VOCABULARY - 1,) if randomness.random() < 0.1 else (),
             repetition_penalty=randomness.choice([1.0, 1.5]),
         )
-        salt = randomness.choice([b"", b"", b"", b"s"])
-        return Submit(request_id, pack_tokens(prompt), params, (EOS,), salt, randomness.random() < 0.1, randomness.choice([0, 0, 1]))
+        self._arrive(
+            Submit(request_id, pack_tokens(prompt), params, (EOS,), salt, randomness.random() < 0.1, randomness.choice([0, 0, 1]))
+        )
+
+    def _prompt(self, salt: bytes) -> list[int]:
+        """Prompts share stems or go on with an earlier conversation, and often end on a page border, where it is interesting."""
+        randomness, page, limit = self.random, self.options.page_size, self.options.max_context - 1
+        own = [randomness.randrange(1, VOCABULARY) for _ in range(randomness.choice([0, 0, 1, page, 5]))]
+        if self._told[salt] and randomness.random() < 0.3:
+            return (randomness.choice(self._told[salt]) + own)[:limit]
+        shared = randomness.choice([0, page, 2 * page, 4 * page, 8 * page, randomness.randrange(limit)])
+        return (randomness.choice(self._stems)[:shared] + own)[:limit] or [1]
 
     def _arrive(self, submit: Submit) -> None:
         tokens = [*memoryview(submit.prompt).cast("I")]
-        emitted, _ = expected_tokens(submit, self.options.max_context)
+        emitted, reason = expected_tokens(submit, self.options.max_context)
+        self._told[submit.salt].append(tokens + emitted)
         assert submit.params.seed is not None
         self._truth.add(submit.request_id, stamps(submit.salt, tokens + emitted), submit.params.seed)
-        self.client.submitted(submit)
-        self._inbox.append(submit)
+        self.client.submitted(submit, emitted, reason)
+        self.inbox.append(submit)
 
-    def _abort(self, request_id: str) -> None:
+    def abort(self, request_id: str) -> None:
+        """The client goes away. Requests that have ended, or never came, are aborted too."""
         self.client.aborted(request_id)
-        self._inbox.append(Abort(request_id))
+        self.inbox.append(Abort(request_id))
 
-    def _schedule_faults(self) -> None:
-        options, randomness = self.options, self._random
-        horizon = options.requests * (options.arrival_s + 5 * options.timing.forward_high)
-        for _ in range(options.losses):
-            self.heap.at(randomness.uniform(0, horizon), self._lose_rank)
-        for _ in range(options.store_losses):
-            self.heap.at(randomness.uniform(0, horizon), lambda: self._store.evict(0.5))
-        for _ in range(options.pauses):
-            self.heap.at(randomness.uniform(0, horizon), self._pause_rank)
+    def _ask_flush(self, flush: Flush) -> None:
+        self._flushes_asked += 1
+        self.inbox.append(flush)
 
-    def _lose_rank(self) -> None:
-        grid = self._grid
-        if grid is None or grid.dead:
-            return
-        grid.kill()
-        lost = GridLost(grid.epoch, "a rank was lost", faulted=self._random.random() < 0.3)
-        self.heap.after(self._random.uniform(0, 0.2), lambda: self._inbox.append(lost))
-
-    def _pause_rank(self) -> None:
-        """The planner must notice by itself: only a plan in flight shows it."""
-        if self._grid is not None:
-            self._grid.pause(self._random.randrange(len(self._grid.ranks)))
+    @property
+    def is_flushing(self) -> bool:
+        return self._flushes_asked > self.report.flushes
 
     # ------------------------------------------------------------------------------------------ the event loop
 
-    def _step(self) -> None:
-        events, self._inbox = self._inbox, []
+    def _turn(self) -> None:
+        """The real loop turns when there is something to read, or at its tick."""
+        now = self.heap.now
+        if now < self.stands_until:
+            return
+        if not self.inbox and now < self._tick_due:
+            return
+        events, self.inbox = self.inbox, []
+        self._cover(events)
+        self._take_step(events)
+        self.injector.tend()
+        self._check_progress(events)
+        self._schedule_tick()
+
+    def _take_step(self, events: list[Event]) -> None:
         effects = self.planner.step(self.heap.now, events)
         self._carry_out(effects)
         while effects.plan is not None:
             effects = self.planner.step(self.heap.now)
             self._carry_out(effects)
-        self._schedule_tick()
 
     def _carry_out(self, effects: Effects) -> None:
         self.report.steps += 1
-        invariants.check(self.planner.replica)
+        self._check_books()
         if effects.restart is not None:
             self.report.restarts += 1
             self._start_grid(self.planner.epoch)
         if effects.plan is not None:
-            assert self._grid is not None
-            self.report.plans += 1
-            self.report.remaps += len(effects.plan.remaps)
-            self.report.loads += len(effects.plan.loads)
-            self.report.backups += len(effects.plan.backup.copies) if effects.plan.backup else 0
-            self._fence.plan_sent(effects.plan)
-            self._grid.send(effects.plan)
+            self._send(effects.plan)
         for order in effects.orders:
-            assert self._grid is not None
+            assert self.grid is not None
             self.report.tickets += isinstance(order, Ticket)
             self.report.staged += isinstance(order, StagedTicket)
             self.report.stores += isinstance(order, Store)
-            self._grid.order(order)
+            if order.epoch == self.grid.epoch:
+                self.grid.order(order)
         for query in effects.queries:
             self._ask(query)
         for output in effects.outputs:
             self.client.output(output)
+        self.report.messages += len(effects.outputs) + len(effects.queries)
         self.report.flushes += len(effects.flushed)
+
+    def _send(self, plan: Plan) -> None:
+        assert self.grid is not None
+        self.report.plans += 1
+        self.report.remaps += len(plan.remaps)
+        self.report.loads += len(plan.loads)
+        self.report.backups += len(plan.backup.copies) if plan.backup else 0
+        self._fence.plan_sent(plan)
+        self.grid.send(plan)
 
     def _ask(self, query: Query) -> None:
         """The store answers for the moment at which it looks, and the answer takes its time."""
         ranks = self.options.pp * self.options.tp
-        done = QueryDone(query.number, self._store.match_prefix(query.hashes, ranks))
-        self.heap.after(self._random.uniform(0, self.options.query_s), lambda: self._inbox.append(done))
+        done = QueryDone(query.number, self.store.match_prefix(query.hashes, ranks))
+        silence = max(self.store.silent_until - self.heap.now, 0.0)
+        self.heap.after(silence + self.random.uniform(0, self.options.query_s), lambda: self.inbox.append(done))
 
     def _schedule_tick(self) -> None:
         """The real loop turns at least every so often; here only while that can change anything."""
         planner = self.planner
-        waits = planner.replica.in_flight or planner.next_deadline() is not None or planner.replica.tickets.will_retry
-        if waits and self._tick_due <= self.heap.now:
+        if self.inbox:
+            self.heap.after(0.0, lambda: None)
+        waits = planner.replica.requests or planner.replica.in_flight or not planner.replica.tickets.is_idle or self.is_flushing
+        if waits and planner.state is not GridState.FAILED and self._tick_due <= self.heap.now:
+            due = planner.next_deadline()
             self._tick_due = self.heap.now + TICK_S
+            if due is not None and self.heap.now < due < self._tick_due:
+                self._tick_due = due
             self.heap.at(self._tick_due, lambda: None)
 
+    # ------------------------------------------------------------------------------------------ the grid
+
     def _start_grid(self, epoch: int) -> None:
-        if self._grid is not None:
-            self._grid.kill()
+        self._end_grid()
         options = self.options
         self._fence = self._new_fence()
-        self._grid = FakeGrid(
+        self.grid = grid = FakeGrid(
             self.heap,
-            self._random,
+            self.random,
             options.timing,
             (options.pp, options.tp),
-            (self._pages, options.host_pages, options.page_size),
+            (self.pages, options.host_pages, options.page_size),
             epoch,
             self._truth,
-            self._store,
-            self._hear,
+            self.store,
+            Reports(self._hear, lambda: self.lose(grid, "a rank failed at its work", faulted=True)),
         )
-        ready = GridReady(epoch, self._pages, options.timing.forward_high, options.host_pages)
-        self.heap.after(self._random.uniform(0.01, 1.0), lambda: self._inbox.append(ready))
+        self.grid.poison = self.poison
+        ready = GridReady(epoch, self.pages, options.timing.forward_high, options.host_pages)
+        if self.failing_starts:
+            self.failing_starts -= 1
+            self.lose(grid, "a rank could not start")
+        else:
+            self.heap.after(self.random.uniform(0.01, 1.0), lambda: self.inbox.append(ready))
+
+    def _end_grid(self) -> None:
+        if self.grid is not None:
+            self.grid.kill()
+            self._grid_messages += self.grid.messages
+
+    def lose(self, grid: FakeGrid, reason: str, *, faulted: bool = False) -> None:
+        """What watches the ranks' processes tells the planner of a death, soon."""
+        self.client.grid_lost(faulted=faulted)
+        lost = GridLost(grid.epoch, reason, faulted=faulted)
+        self.heap.after(self.random.uniform(0, 0.2), lambda: self.inbox.append(lost))
 
     def _new_fence(self) -> FenceChecker:
         return FenceChecker(self.options.pp * self.options.tp, self.options.page_size)
 
     def _hear(self, done: Acknowledgement) -> None:
-        self.report.messages += 1
         if isinstance(done, PlanDone) and done.epoch == self.planner.epoch:
             self._fence.acknowledged(done)
-        self._inbox.append(done)
-        if self._random.random() < 0.02:  # a stale duplicate of an earlier epoch, as after a reconnect
-            self._inbox.append(msgspec.structs.replace(done, epoch=done.epoch - 1))
+        self.inbox.append(done)
+        if not isinstance(done, Heartbeat):
+            self.recent.append(done)
+            del self.recent[:-STALE_MEMORY]
 
-    # ------------------------------------------------------------------------------------------ the end
+    # ------------------------------------------------------------------------------------------ coverage and checks
+
+    def _cover(self, events: list[Event]) -> None:
+        met, state = self.report.met, str(self.planner.state)
+        for event in events:
+            met[state, type(event).__name__] += 1
+            if isinstance(event, CONCERNING):
+                replica = self.planner.replica
+                concerned = replica.requests.values()
+                if isinstance(event, Abort):
+                    concerned = [request for request in concerned if request.request_id == event.request_id]  # type: ignore[assignment]
+                for point in {point_of(request): None for request in concerned}:
+                    met[str(point), type(event).__name__] += 1
+
+    def _check_books(self) -> None:
+        """In full when a step may have moved a page or a request, and every so often in any case."""
+        replica = self.planner.replica
+        cache = replica.cache
+        seen = (
+            replica.built, replica.retractions, len(replica.requests), len(replica.running), replica.stores.stored_pages,
+            cache and (cache.retired, cache.device.counts, cache.host.counts),
+        )  # fmt: skip
+        if seen == self._seen and self.report.steps % FULL_CHECK_STEPS:
+            return
+        self._seen = seen
+        invariants.check(replica)
+        if cache is not None:
+            check_stored(cache.tree, self.store.ever, self.options.pp * self.options.tp)
+
+    def _check_progress(self, events: list[Event]) -> None:
+        """Nothing waits without something in flight that will wake it."""
+        if any(not isinstance(event, Heartbeat) for event in events) or not self.planner.replica.requests:
+            self._moved_at = self.heap.now
+        waiting = self.client.open()
+        assert self.heap.now - self._moved_at < STANDSTILL_S, f"requests {waiting} wait, and nothing will wake them"
 
     def _check_end(self) -> None:
-        self.client.check()
+        self._end_grid()
+        self.report.messages += self._grid_messages
+        self.client.check(failed=self.planner.state is GridState.FAILED, shrunk=self.pages < self.options.pages)
         replica = self.planner.replica
         assert not replica.requests and not replica.running and not replica.in_flight, "something is left of ended requests"
         if self.planner.state is GridState.READY:
@@ -329,34 +354,17 @@ class History:
             replica.cache.flush(TIERS)
             held = replica.cache.held(TIERS)
             assert not held, f"{held} pages are lost"
-        self.report.retractions = replica.retractions
-        self.report.cached_tokens = replica.cached_device_tokens
-        self.report.loaded_tokens = replica.cached_host_tokens
-        self.report.fetched_tokens = replica.cached_store_tokens
-        self.report.outcomes = dict(replica.tickets.outcomes)
-        assert replica.tickets.is_idle or self.planner.state is not GridState.READY, "a ticket never ended"
-        flushes = self.options.flushes + (self.options.second_wave and self.options.requests > 1)
-        assert self.report.flushes == flushes, "a flush was not answered once"
+            assert replica.tickets.is_idle, "a ticket never ended"
+        assert self.report.flushes == self._flushes_asked, "a flush was not answered once"
+        self._fill_report()
+
+    def _fill_report(self) -> None:
+        replica, report = self.planner.replica, self.report
+        report.retractions = replica.retractions
+        report.cached_tokens = replica.cached_device_tokens
+        report.loaded_tokens = replica.cached_host_tokens
+        report.fetched_tokens = replica.cached_store_tokens
+        report.outcomes = dict(replica.tickets.outcomes)
+        report.messages += len(self.client.finish)
         for reason in self.client.finish.values():
-            self.report.finishes[reason] = self.report.finishes.get(reason, 0) + 1
-
-
-def _config(options: Options) -> PlannerConfig:
-    return PlannerConfig(
-        pp=options.pp,
-        tp=options.tp,
-        page_size=options.page_size,
-        chunk_size=options.chunk_size,
-        max_context=options.max_context,
-        max_running=options.max_running,
-        max_waiting=options.max_waiting,
-        prefix_first=options.prefix_first,
-        write_policy=options.write_policy,
-        load_back_threshold=options.load_back_threshold,
-        has_store=options.has_store,
-        fetch_policy=options.fetch_policy,
-        fetch_threshold=options.fetch_threshold,
-        staged=options.staged and not options.pauses,  # without heartbeats nothing tells of a rank that never looks
-        staging=options.staging,
-        silence_s=float("inf"),  # ranks here send no heartbeats; a paused one shows by its late plan
-    )
+            report.finishes[reason] = report.finishes.get(reason, 0) + 1

@@ -1,0 +1,71 @@
+"""What a campaign has met, as tables; what it should have met and has not fails it.
+
+    grid state x event        the planner's four states, every kind of event
+    request point x event     where requests stood when an event came that may concern them
+    fault kind x activity     what the replica was at when the fault struck
+
+`UNREACHABLE` names the cells that no history can meet, each with its reason. A zero anywhere else means that the simulator has gone
+blind there.
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+
+from forebay.core.messages import (
+    Abort,
+    FetchProgress,
+    Flush,
+    GridState,
+    Heartbeat,
+    PlanDone,
+    StagedTaken,
+    StoreDone,
+    Submit,
+    TransferDone,
+)
+from forebay.core.planner import Event, GridLost, GridReady
+from forebay.core.tickets import QueryDone
+from forebay.sim.faults import Activity, FaultKind, RequestPoint
+
+EVENTS: tuple[type[Event], ...] = (
+    Submit, Abort, Flush, PlanDone, TransferDone, FetchProgress, StagedTaken, StoreDone, QueryDone, Heartbeat, GridReady, GridLost,
+)  # fmt: skip
+CONCERNING: tuple[type[Event], ...] = (Abort, Flush, TransferDone, FetchProgress, StagedTaken, StoreDone, QueryDone, GridLost)
+
+Cell = tuple[str, str]
+_ENDS = "no grid is there or will be: a planner that has failed has ended every request and told its process to end"
+
+UNREACHABLE: dict[Cell, str] = {
+    (GridState.FAILED, GridReady.__name__): _ENDS,
+}
+
+
+def _row(names: Iterable[str], columns: Iterable[str]) -> list[Cell]:
+    columns = list(columns)
+    return [(name, column) for name in names for column in columns]
+
+
+GRID_CELLS = _row(GridState, (event.__name__ for event in EVENTS))
+REQUEST_CELLS = _row(RequestPoint, (event.__name__ for event in CONCERNING))
+FAULT_CELLS = _row(FaultKind, Activity)
+CELLS = GRID_CELLS + REQUEST_CELLS + FAULT_CELLS
+
+
+def never(met: Counter[Cell]) -> list[Cell]:
+    """Reachable cells that were not met."""
+    return [cell for cell in CELLS if not met[cell] and cell not in UNREACHABLE]
+
+
+def tables(met: Counter[Cell]) -> str:
+    """All three tables as text; ``-`` marks an unreachable cell."""
+    return "\n\n".join(_table(cells, met) for cells in (GRID_CELLS, REQUEST_CELLS, FAULT_CELLS))
+
+
+def _table(cells: list[Cell], met: Counter[Cell]) -> str:
+    rows, columns = list(dict.fromkeys(row for row, _ in cells)), list(dict.fromkeys(column for _, column in cells))
+    width = max(map(len, rows))
+    lines = [" " * width + "".join(f"  {column:>{max(len(column), 7)}}" for column in columns)]
+    for row in rows:
+        counts = ["-" if (row, column) in UNREACHABLE else str(met[row, column]) for column in columns]
+        lines.append(f"{row:{width}}" + "".join(f"  {count:>{max(len(c), 7)}}" for count, c in zip(counts, columns, strict=True)))
+    return "\n".join(lines)
