@@ -12,8 +12,8 @@ from forebay.sim.options import draw
 from forebay.sim.preset import Preset
 
 COUNTED = (
-    "steps", "plans", "messages", "faults", "retractions", "restarts", "remaps", "flushes", "loads", "backups", "stores", "tickets", "staged",
-    "cached_tokens", "loaded_tokens", "fetched_tokens",
+    "steps", "plans", "messages", "faults", "retractions", "restarts", "remaps", "flushes", "loads", "backups", "stores", "tickets",
+    "staged", "cached_tokens", "loaded_tokens", "fetched_tokens",
 )  # fmt: skip
 FINISHES = ("stop", "length", "abort", "error", "rejected_full", "rejected_too_long")
 OUTCOMES = (

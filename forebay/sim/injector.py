@@ -73,7 +73,7 @@ class Injector:
 
     def _strike(self, fault: Fault, going: list[Activity]) -> None:
         history = self._history
-        if history.planner.state is GridState.FAILED:
+        if history.planner.state is GridState.FAILED and fault.kind is not FaultKind.STALE_MESSAGES:
             return
         self._count(fault, going)
         match fault.kind:

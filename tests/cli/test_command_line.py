@@ -137,3 +137,10 @@ def test_help_loads_nothing_heavy() -> None:
 def test_simulate_runs_histories_and_prints_one_document(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["simulate", "--fuzz", "2", "--seed", "5", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["histories"] == 2
+
+
+def test_simulate_takes_a_preset_and_a_grid_and_refuses_others_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["simulate", "--fuzz", "1", "--preset", "storm", "--grid", "4x2", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["totals"]["messages"] > 100
+    assert "4x2" in fails(capsys, "simulate", "--fuzz", "1", "--grid", "9x9")
+    assert "storm" in fails(capsys, "simulate", "--fuzz", "1", "--preset", "hurricane")
