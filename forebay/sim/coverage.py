@@ -35,12 +35,14 @@ CONCERNING: tuple[type[Event], ...] = (Abort, Flush, TransferDone, FetchProgress
 Cell = tuple[str, str]
 _ENDS = "no grid is there or will be: a planner that has failed has ended every request and told its process to end"
 _NOTHING_RAN = "before the first grid is up nothing has been asked of any rank or of the store"
+_NOBODY_ASKS = "on the staged route nobody asks ahead: a request is not asked, fetching or settled"
 _WOULD_WAIT = "a request that waits while nothing goes on would wait for ever: the progress checker's business"
 
 UNREACHABLE: dict[Cell, str] = {
     (GridState.FAILED, GridReady.__name__): _ENDS,
     **{(GridState.STARTING, event.__name__): _NOTHING_RAN for event in (PlanDone, TransferDone, FetchProgress, StagedTaken, StoreDone)},
     (GridState.STARTING, QueryDone.__name__): _NOTHING_RAN,
+    (RequestPoint.ASKING, StagedTaken.__name__): _NOBODY_ASKS,
     (FaultKind.CLIENT_ABORT, Activity.IDLE): _WOULD_WAIT,
 }
 

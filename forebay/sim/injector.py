@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 SLOWNESS = 30.0
 BURST_REQUESTS = 8
-MOST_LOST_STARTS = 4  # in a row: more than the planner puts up with
+MOST_LOST_STARTS = 6  # in a row: often more than the planner puts up with
 STANDSTILL_S = 1.0  # the real loop notices when it has stood still for longer
 SPELLS = {
     FaultKind.IO_ERROR: Outcome.ERROR,

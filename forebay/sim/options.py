@@ -29,6 +29,7 @@ class Options:
     fetch_policy: FetchPolicy
     fetch_threshold: int
     staged: bool
+    staging: bool
     store_failures: float
     query_s: float
     chunk_size: int
@@ -69,6 +70,7 @@ def draw(randomness: random.Random, preset: Preset | None = None, shape: tuple[i
         fetch_policy=choice(list(FetchPolicy)),
         fetch_threshold=choice([0, 0, page_size, 3 * page_size]),
         staged=choice([False, False, False, True]),
+        staging=choice([False, False, True]),
         store_failures=choice([0.0, 0.0, 0.1]),
         query_s=choice([0.001, 0.01, 0.5]),
         chunk_size=choice([1, 4, 8, 16, 32]),
@@ -108,4 +110,5 @@ def planner_config(options: Options) -> PlannerConfig:
         fetch_policy=options.fetch_policy,
         fetch_threshold=options.fetch_threshold,
         staged=options.staged,
+        staging=options.staging,
     )
