@@ -15,14 +15,13 @@ from forebay.frontend.protocol import FlushRequest, decode_body
 from forebay.frontend.responses import json_body
 from forebay.frontend.service import Service
 from forebay.observe.events import NS
+from forebay.observe.figures import StoreState
 from forebay.observe.timeline import chrome_trace
 
 MAX_FLUSH_TIMEOUT_S = 600.0
 TIMELINE_S = 30
 MAX_TIMELINE_S = 3600
-_TIERS = ("device", "host")
-_TIERS_TEXT = "device, host"
-_LATER_TIERS = ("store",)
+_TIERS = ("device", "host", "store")
 
 
 async def health(service: Service, _: Request) -> Response:
@@ -68,11 +67,12 @@ async def metrics(service: Service, _: Request) -> Response:
 
 
 async def cache(service: Service, _: Request) -> Response:
-    """Capacity and use in pages, hits in tokens, by tier. Raises ``EngineDown`` before there is a cache."""
+    """Capacity and use by tier (pages of each rank; the store's in bytes), hits in tokens. Raises ``EngineDown`` before there is a
+    cache."""
     snapshot = service.require_ready()
     cached = {"device": snapshot.cached_device_tokens, "host": snapshot.cached_host_tokens, "store": snapshot.cached_store_tokens}
     hits = {"prompt_tokens": snapshot.prompt_tokens, "cached_tokens": cached}
-    tiers = {"device": _use(snapshot.device), "host": _use(snapshot.host)}
+    tiers = {"device": _use(snapshot.device), "host": _use(snapshot.host), "store": _store_use(service.engine.report.store)}
     return _json({"page_size": service.settings.page_size, "tiers": tiers, "hits": hits, "store": _store(snapshot.store)})
 
 
@@ -91,16 +91,19 @@ async def timeline(service: Service, request: Request) -> Response:
 
 
 async def flush(service: Service, request: Request) -> Response:
-    """Raises ``ApiError``: 400 for a tier that is not there, 409 with what was still in use at the deadline."""
+    """Drains what is in flight, then forgets what the tiers hold; of the store: the pages of this server's model and grid.
+
+    Raises ``ApiError``: 400 for a tier that is not there, 409 with what was still in use at the deadline.
+    """
     body = await read_body(request, service.body_bytes_max)
     asked = decode_body(body or b"{}", FlushRequest)
+    there = [tier for tier in _TIERS if tier != "store" or service.settings.store != "none"]
     for tier in asked.tiers:
-        if tier in _LATER_TIERS:
-            raise ApiError(400, f"the tier {tier!r} is not available yet; allowed: {_TIERS_TEXT}", "tiers", "invalid_value")
-        if tier not in _TIERS:
-            raise ApiError(400, f"there is no tier {tier!r}; allowed: {_TIERS_TEXT}", "tiers", "invalid_value")
+        if tier not in there:
+            why = "; this server has no --store" if tier in _TIERS else ""
+            raise ApiError(400, f"there is no tier {tier!r}{why}; allowed: {', '.join(there)}", "tiers", "invalid_value")
     if not asked.tiers:
-        raise ApiError(400, f"tiers is empty; allowed: {_TIERS_TEXT}", "tiers", "invalid_value")
+        raise ApiError(400, f"tiers is empty; allowed: {', '.join(there)}", "tiers", "invalid_value")
     if not 0 <= asked.timeout_s <= MAX_FLUSH_TIMEOUT_S:
         message = f"timeout_s is {asked.timeout_s}; it must be between 0 and {MAX_FLUSH_TIMEOUT_S:.0f}"
         raise ApiError(400, message, "timeout_s", "invalid_value")
@@ -131,6 +134,10 @@ def _use(tier: TierUse) -> dict[str, int]:
 
 def _store(health: StoreHealth) -> dict[str, object]:
     return {name: getattr(health, name) for name in StoreHealth.__struct_fields__}
+
+
+def _store_use(store: StoreState) -> dict[str, object]:
+    return {"url": store.url, "writing": store.writing, **store.use}
 
 
 def _state(status: int, state: str, detail: str) -> Response:

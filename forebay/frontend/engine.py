@@ -26,7 +26,6 @@ from forebay.core.messages import (
     Flush,
     FlushDone,
     GridState,
-    MessageError,
     Output,
     Snapshot,
     Submit,
@@ -36,6 +35,7 @@ from forebay.core.messages import (
 )
 from forebay.core.spans import SpanKind, request_number
 from forebay.observe.events import Rings
+from forebay.observe.figures import Report, decode_report
 
 TICK_S = 0.5
 SILENCE_S = 5.0
@@ -71,7 +71,7 @@ class Observer(Protocol):
     """Is told of all that arrives, for metrics. Times are the monotonic clock's."""
 
     def on_output(self, submitted_at: float, last_token_at: float | None, prompt_tokens: int, output: Output) -> None: ...
-    def on_snapshot(self, snapshot: Snapshot) -> None: ...
+    def on_snapshot(self, snapshot: Snapshot, report: Report) -> None: ...
 
 
 class EngineDown(Exception):
@@ -151,7 +151,8 @@ class Call:
 
 
 class Engine:
-    """``snapshot``: the planner's last word, None before its first. ``death``: resolves to one line when the planner is gone.
+    """``snapshot``: the planner's last word, None before its first; ``report``: what was measured, as it came beside that.
+    ``death``: resolves to one line when the planner is gone.
 
     Made and used on one event loop.
     """
@@ -163,6 +164,7 @@ class Engine:
         self._loop = asyncio.get_running_loop()
         self.death: asyncio.Future[str] = self._loop.create_future()
         self.snapshot: Snapshot | None = None
+        self.report = Report()
         self.was_ready = False
         self.planner_lost = False
         """Set before ``death`` when the planner's process is gone or says nothing any more."""
@@ -323,21 +325,23 @@ class Engine:
             return
         while True:
             try:
-                frame = self._socket.recv(zmq.NOBLOCK)
+                frame, *beside = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 break
             self._heard_at = self._clock()
             self._ticks_silent = 0
-            self._take(frame)
+            self._take(frame, beside)
             if self._closed:
                 return
         if self._unsent:
             self._write()
 
-    def _take(self, frame: bytes) -> None:
+    def _take(self, frame: bytes, beside: Sequence[bytes]) -> None:
         try:
             message = decode_to_frontend(frame)
-        except MessageError as error:
+            if beside:
+                self.report = decode_report(beside[0])
+        except ValueError as error:
             self._die(f"the planner sent what is no message: {error}")
             return
         if isinstance(message, Snapshot):
@@ -353,7 +357,7 @@ class Engine:
     def _take_snapshot(self, snapshot: Snapshot) -> None:
         self.snapshot = snapshot
         if self._observer is not None:
-            self._observer.on_snapshot(snapshot)
+            self._observer.on_snapshot(snapshot, self.report)
         if snapshot.state is GridState.READY and not self.was_ready:
             self.was_ready = True
             self._wake_state_waiters()

@@ -1,9 +1,11 @@
 """Prometheus metrics of one server. Times and tokens come from the Outputs as they pass the frontend, the rest from the
-planner's Snapshots when somebody asks.
+planner's Snapshots, and from what was measured beside them, when somebody asks.
+
+Label values that are known beforehand are there from the start, at 0, so that rates over them have a beginning.
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
@@ -11,11 +13,34 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 
 from forebay.core.messages import PLAN_SECONDS_BOUNDS, Output, Snapshot, TierUse
+from forebay.observe.figures import SECONDS_BOUNDS, STORE_OPS, TICKET_PHASES, TRANSFER_KINDS, Report, Timing
 
 _TTFT_BOUNDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _INTER_TOKEN_BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 _TIERS = ("device", "host", "store")
 _PAGE_STATES = ("free", "cached", "private", "held")
+_TICKET_OUTCOMES = (
+    "issued",
+    "joined",
+    "miss",
+    "query_late",
+    "slower_than_compute",
+    "no_host_pages",
+    "complete",
+    "short",
+    "timeout",
+    "best_effort",
+    "aborted",
+)
+_UNUSED_REASONS = ("failed", "covered", "anchor_lost", "best_effort", "timeout", "no_host_pages")
+_THROTTLE_STATES = ("delegated", "already_resident", "failed")
+_PROMOTIONS = {
+    "promoted_hit": ("hit", "done"),
+    "promoted_prefetch": ("prefetch", "done"),
+    "promotion_failed_hit": ("hit", "failed"),
+    "promotion_failed_prefetch": ("prefetch", "failed"),
+    "promotion_gated": ("hit", "no_room"),
+}
 
 
 class Metrics:
@@ -39,8 +64,8 @@ class Metrics:
         self._of_planner = _SnapshotCollector()
         self._registry.register(self._of_planner)
 
-    def on_snapshot(self, snapshot: Snapshot) -> None:
-        self._of_planner.snapshot = snapshot
+    def on_snapshot(self, snapshot: Snapshot, report: Report) -> None:
+        self._of_planner.snapshot, self._of_planner.report = snapshot, report
 
     def on_output(self, submitted_at: float, last_token_at: float | None, prompt_tokens: int, output: Output) -> None:
         """Count one Output of a sequence: times on the clock given at construction."""
@@ -67,6 +92,7 @@ class Metrics:
 class _SnapshotCollector(Collector):
     def __init__(self) -> None:
         self.snapshot: Snapshot | None = None
+        self.report = Report()
 
     def collect(self) -> Iterator[Metric]:
         snapshot = self.snapshot
@@ -82,13 +108,17 @@ class _SnapshotCollector(Collector):
             yield _gauge("forebay_store_up", "1 while planner and all ranks ask the store, 0 while one of them does not", is_up)
             yield _counter("forebay_store_openings", "Times that the store was given up for a while", snapshot.store.openings)
             yield _counter("forebay_store_refused_calls", "Calls answered without the store meanwhile", snapshot.store.refused)
-        yield _counters("forebay_ticket", "Tickets and queries", "outcome", snapshot.tickets)
+        yield _counters("forebay_ticket", "Tickets and queries", "outcome", _TICKET_OUTCOMES, snapshot.tickets)
         yield _counters(
-            "forebay_fetch_unused_tokens", "Wanted and not fetched, or fetched and not used", "reason", snapshot.unused_tokens
+            "forebay_fetch_unused_tokens",
+            "Wanted and not fetched, or fetched and not used",
+            "reason",
+            _UNUSED_REASONS,
+            snapshot.unused_tokens,
         )
         yield _pages({"device": snapshot.device, "host": snapshot.host})
-        if snapshot.plan_s_buckets:
-            yield _plan_seconds(snapshot)
+        yield _plan_seconds(snapshot)
+        yield from _measured(self.report)
 
 
 def _gauge(name: str, text: str, value: float) -> Metric:
@@ -103,11 +133,52 @@ def _counter(name: str, text: str, value: float) -> Metric:
     return counter
 
 
-def _counters(name: str, text: str, label: str, values: Mapping[str, int]) -> Metric:
-    counter = CounterMetricFamily(name, text, labels=(label,))
+def _counters(name: str, text: str, label: str, known: Iterable[str], values: Mapping[str, int]) -> Metric:
+    """``known``: label values that are there even if nothing was counted yet."""
+    return _labelled(name, text, (label,), {**{(key,): 0 for key in known}, **{(key,): count for key, count in values.items()}})
+
+
+def _labelled(name: str, text: str, labels: tuple[str, ...], values: Mapping[tuple[str, ...], int]) -> Metric:
+    counter = CounterMetricFamily(name, text, labels=labels)
     for key in sorted(values):
-        counter.add_metric([key], values[key])
+        counter.add_metric(list(key), values[key])
     return counter
+
+
+def _measured(report: Report) -> Iterator[Metric]:
+    figures, store = report.figures, report.store
+    yield _counters("forebay_transfer_bytes", "Bytes moved between tiers, all ranks", "kind", TRANSFER_KINDS, figures.transfer_bytes)
+    yield _timings("forebay_transfer_seconds", "One transfer of one rank", "kind", TRANSFER_KINDS, figures.transfer_seconds)
+    yield _timings(
+        "forebay_ticket_seconds",
+        "Until the store has answered (query); until every rank has its pages (fetch)",
+        "phase",
+        TICKET_PHASES,
+        figures.ticket_seconds,
+    )
+    operations: dict[tuple[str, ...], int] = {(op, "ok"): 0 for op in STORE_OPS}
+    operations |= {tuple(key.split("/")): count for key, count in figures.store_ops.items()}
+    yield _labelled("forebay_store_ops", "Keys asked of the store: queries, gets and puts", ("op", "outcome"), operations)
+    promotions: dict[tuple[str, ...], int] = {labels: store.counters.get(name, 0) for name, labels in _PROMOTIONS.items()}
+    yield _labelled("forebay_promotion", "SSD to DRAM copies inside the store", ("trigger", "outcome"), promotions)
+    yield _counters("forebay_throttle", "Keys by what a prefetch of them came to", "state", _THROTTLE_STATES, store.throttle)
+
+
+def _timings(name: str, text: str, label: str, known: Iterable[str], timings: Mapping[str, Timing]) -> Metric:
+    family = HistogramMetricFamily(name, text, labels=(label,))
+    for key in sorted({*known, *timings}):
+        timing = timings.get(key) or Timing()
+        family.add_metric([key], _cumulative(SECONDS_BOUNDS, timing.buckets), sum_value=timing.total_s)
+    return family
+
+
+def _cumulative(bounds: Iterable[float], counts: Iterable[int]) -> list[tuple[str, float]]:
+    buckets: list[tuple[str, float]] = []
+    total = 0
+    for bound, count in zip((*map(str, bounds), "+Inf"), counts, strict=True):
+        total += count
+        buckets.append((bound, total))
+    return buckets
 
 
 def _pages(tiers: Mapping[str, TierUse]) -> Metric:
@@ -120,10 +191,6 @@ def _pages(tiers: Mapping[str, TierUse]) -> Metric:
 
 def _plan_seconds(snapshot: Snapshot) -> Metric:
     histogram = HistogramMetricFamily("forebay_plan_seconds", "From sending a plan to its retirement")
-    buckets: list[tuple[str, float]] = []
-    total = 0
-    for bound, count in zip((*map(str, PLAN_SECONDS_BOUNDS), "+Inf"), snapshot.plan_s_buckets, strict=True):
-        total += count
-        buckets.append((bound, total))
-    histogram.add_metric([], buckets, sum_value=snapshot.plan_s_sum)
+    counts = snapshot.plan_s_buckets or (0,) * (len(PLAN_SECONDS_BOUNDS) + 1)
+    histogram.add_metric([], _cumulative(PLAN_SECONDS_BOUNDS, counts), sum_value=snapshot.plan_s_sum)
     return histogram

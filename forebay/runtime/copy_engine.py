@@ -20,6 +20,7 @@ from forebay.core.messages import Backup, Copy, Plan
 from forebay.core.spans import SpanKind
 from forebay.models.kv import KVPool
 from forebay.observe.events import SpanRing
+from forebay.observe.figures import Meter
 from forebay.runtime.host_pool import HostPool
 
 COPY_DEADLINE_S = 60.0
@@ -61,10 +62,12 @@ class LoadGate:
 class CopyEngine:
     """The two copy threads. ``saved``: called on the backup thread with (transfer, pages done)."""
 
-    def __init__(self, device: KVPool, host: HostPool, ring: SpanRing, saved: Callable[[int, int], None]) -> None:
+    def __init__(self, device: KVPool, host: HostPool, ring: SpanRing, meter: Meter, saved: Callable[[int, int], None]) -> None:
         self._device = device
         self._pieces = [list(zip(device.pieces(layer), host.pieces(layer), strict=True)) for layer in range(device.layers)]
+        self._block_bytes = host.block_bytes
         self._ring = ring
+        self._meter = meter
         self._saved = saved
         self._loads: SimpleQueue[tuple[Plan, LoadGate] | None] = SimpleQueue()
         self._backups: SimpleQueue[Backup | None] = SimpleQueue()
@@ -97,6 +100,7 @@ class CopyEngine:
     def _run_loads(self) -> None:
         while (work := self._loads.get()) is not None:
             plan, gate = work
+            whole = time.monotonic_ns()
             try:
                 for layer in range(self._device.layers):
                     began = time.monotonic_ns()
@@ -105,6 +109,7 @@ class CopyEngine:
                     gate.open_next()
             except BaseException as error:  # the plan that waits for it raises it
                 gate.fail(error)
+            self._count("load", len(plan.loads), whole)
 
     def _run_backups(self) -> None:
         while (backup := self._backups.get()) is not None:
@@ -117,7 +122,11 @@ class CopyEngine:
                 traceback.print_exc()
                 os._exit(1)
             self._ring.record(SpanKind.BACKUP, began, backup.transfer, len(backup.copies))
+            self._count("backup", len(backup.copies), began)
             self._saved(backup.transfer, len(backup.copies))
+
+    def _count(self, kind: str, pages: int, began_ns: int) -> None:
+        self._meter.transfer(kind, pages * self._block_bytes, (time.monotonic_ns() - began_ns) / 1e9)
 
     def _load_layer(self, copies: tuple[Copy, ...], layer: int) -> None:
         for device, host in self._pieces[layer]:

@@ -28,6 +28,7 @@ from forebay.core.messages import (
 )
 from forebay.core.spans import SpanKind
 from forebay.observe.events import SpanRing
+from forebay.observe.figures import Meter
 from forebay.runtime.host_pool import HostPool
 from forebay.runtime.page_reader import PageReader
 from forebay.runtime.staged import StagedRoute
@@ -56,6 +57,7 @@ class PageIo:
         rank: int,
         is_last_stage: bool,
         ring: SpanRing,
+        meter: Meter,
         say: Callable[[FromWorker], None],
     ) -> None:
         self._store = store
@@ -65,6 +67,7 @@ class PageIo:
         self._epoch = epoch
         self._rank = rank
         self._ring = ring
+        self._meter = meter
         self._say = say
         self._batch = max(BATCH_BYTES // host.block_bytes, 1)
         self._cancelled: set[int] = set()
@@ -152,6 +155,7 @@ class PageIo:
                 self._live.discard(transfer)
                 self._cancelled.discard(transfer)
             self._ring.record(SpanKind.FETCH, began, transfer, done)
+            self._meter.transfer("fetch", done * self._host.block_bytes, (time.monotonic_ns() - began) / 1e9)
         return done
 
     def _put(self, order: Store) -> None:
@@ -164,6 +168,7 @@ class PageIo:
             traceback.print_exc()
         finally:
             self._ring.record(SpanKind.STORE, began, order.transfer, sum(stored))
+            self._meter.transfer("store", sum(stored) * self._host.block_bytes, (time.monotonic_ns() - began) / 1e9)
             self._say(StoreDone(self._epoch, self._rank, order.transfer, stored))
 
     def _put_batch(self, pages: Sequence[PageKey]) -> list[Status]:

@@ -19,9 +19,9 @@ import zmq
 
 from forebay.core.hashing import root_hash
 from forebay.core.messages import (
+    FlushDone,
     GridState,
     Heartbeat,
-    MessageError,
     Outputs,
     decode_from_worker,
     decode_to_planner,
@@ -31,11 +31,14 @@ from forebay.core.planner import Effects, Event, GridLost, Planner
 from forebay.core.replica import PlannerConfig
 from forebay.models.config import load_config
 from forebay.observe.events import Rings
+from forebay.observe.figures import Meter, StoreState
 from forebay.observe.flight import save_incident, save_timeline
 from forebay.runtime.boot import PlannerBoot, WorkerBoot, die_with_parent, new_endpoint, read_boot, ring_names
 from forebay.runtime.layouts import Layout
 from forebay.runtime.ranks import END_S, Endpoints, Ranks
 from forebay.runtime.store_access import StoreDesk, StoreView
+from forebay.runtime.store_flush import StoreFlushes
+from forebay.runtime.telemetry import Telemetry
 from forebay.settings import FetchRoute, HostMode, Schedule
 from forebay.store.backends.open import StoreURLError
 
@@ -52,7 +55,9 @@ FRONTEND_QUEUE_FRAMES = 100_000
 class PlannerProcess:
     """Sockets and processes of one replica."""
 
-    def __init__(self, boot: PlannerBoot, worker: WorkerBoot, config: PlannerConfig, store: StoreDesk | None) -> None:
+    def __init__(
+        self, boot: PlannerBoot, worker: WorkerBoot, config: PlannerConfig, store: StoreDesk | None, telemetry: Telemetry
+    ) -> None:
         self._boot = boot
         self._worker = worker
         self._planner = Planner(config)
@@ -65,6 +70,8 @@ class PlannerProcess:
         self._poller = zmq.Poller()
         self._store = store
         self._store_view = StoreView()
+        self._telemetry = telemetry
+        self._store_flushes = StoreFlushes()
         self._answered = os.eventfd(0, os.EFD_NONBLOCK)
         self._snapshot_due = 0.0
         self._turned_at = time.monotonic()
@@ -107,6 +114,7 @@ class PlannerProcess:
             self._ranks.end(reason, self._plans, grace_s)
             self._ranks = None
             self._store_view.forget_ranks()
+            self._telemetry.end_epoch()
             self._watch()
 
     def _watch(self) -> None:
@@ -127,6 +135,7 @@ class PlannerProcess:
             self._planner.resume(now)
         self._turned_at = now
         events = self._drain(now)
+        self._telemetry.tickets.ended(events, now)
         while True:
             effects = self._planner.step(now, events)
             events = self._carry_out(effects)
@@ -134,23 +143,25 @@ class PlannerProcess:
                 self._send_snapshot(now)
             if effects.plan is None and not events:
                 break
+        self._tend_store(now)
         if now >= self._snapshot_due:
             self._send_snapshot(now)
 
     def _drain(self, now: float) -> list[Event]:
         """Everything that has arrived. Deaths come last: what a rank said before it died still counts."""
         events: list[Event] = []
-        for identity, frame in _frames(self._frontend):
+        for identity, frame, _ in _frames(self._frontend):
             if identity == self._boot.frontend_identity:
                 with _reported("the frontend"):
                     events.append(decode_to_planner(frame))
+                    self._store_flushes.arrived(events[-1], now)
         if self._store is not None:
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self._answered)
             while not self._store.answers.empty():
                 events.append(self._store.answers.get())
         for socket in (self._io, self._plans):
-            for identity, frame in _frames(socket):
+            for identity, frame, figures in _frames(socket):
                 rank = None if self._ranks is None else self._ranks.rank_of(identity)
                 if self._ranks is None or rank is None:
                     continue
@@ -160,6 +171,8 @@ class PlannerProcess:
                         events.append(event)
                     if isinstance(event, Heartbeat):
                         self._store_view.heard(rank, event.store)
+                    if figures:
+                        self._telemetry.heard(rank, figures)
         if self._ranks is not None and (lost := self._ranks.watch(now)) is not None:
             events.append(lost)
         return events
@@ -179,18 +192,41 @@ class PlannerProcess:
                     self._ranks.order(order, self._io)
         except zmq.ZMQError as error:
             lost.append(GridLost(self._planner.epoch, f"a rank cannot be reached: {error}"))
+        self._telemetry.tickets.began(effects, time.monotonic())
         for query in effects.queries:
             assert self._store is not None
             self._store.ask(query, self._wake)
         if effects.outputs:
             self._tell_frontend(encode(Outputs(tuple(effects.outputs))))
-        if effects.flushed:
-            self._send_snapshot(time.monotonic())  # what is reported after a flush knows of it
-        for done in effects.flushed:
-            self._tell_frontend(encode(done))
+        self._answer_flushes(self._store_flushes.settled(effects.flushed))
         if effects.state_changed:
             self._on_state()
         return lost
+
+    def _answer_flushes(self, flushed: list[FlushDone]) -> None:
+        if flushed:
+            self._send_snapshot(time.monotonic())  # what is reported after a flush knows of it
+        for done in flushed:
+            self._tell_frontend(encode(done))
+
+    def _tend_store(self, now: float) -> None:
+        """What is not the planner's: how the store is, and flushes of it."""
+        if self._store is None:
+            return
+        self._store.look(now)
+        start, answers = self._store_flushes.due(now, self._is_writing)
+        for call, left_s in start:
+            self._store.clear(call, left_s, self._wake)
+        while not self._store.cleared.empty():
+            done = self._store_flushes.cleared(self._store.cleared.get())
+            answers += [] if done is None else [done]
+        self._answer_flushes(answers)
+
+    @property
+    def _is_writing(self) -> bool:
+        """Pages are on their way to host memory or the store."""
+        replica = self._planner.replica
+        return replica.stores.is_busy or bool(replica.backups.in_flight)
 
     def _wake(self) -> None:
         """From a query thread: the loop has something to read."""
@@ -230,16 +266,17 @@ class PlannerProcess:
 
     def _send_snapshot(self, now: float) -> None:
         self._snapshot_due = now + SNAPSHOT_S
-        snapshot = self._planner.snapshot()
+        snapshot, store = self._planner.snapshot(), StoreState()
         if self._store is not None:
             snapshot = msgspec.structs.replace(snapshot, store=self._store_view.fold(self._store.health))
-        self._tell_frontend(encode(snapshot))
+            store = msgspec.structs.replace(self._store.state, writing=self._is_writing)
+        self._tell_frontend(encode(snapshot), self._telemetry.report(store))
 
-    def _tell_frontend(self, frame: bytes) -> None:
+    def _tell_frontend(self, frame: bytes, *beside: bytes) -> None:
         """A frontend that has not connected yet has asked for nothing. One that reads nothing any more cannot be served: nothing that
         it waits for may be dropped silently, so this process ends, and the frontend with it."""
         try:
-            self._frontend.send_multipart((self._boot.frontend_identity, frame), zmq.NOBLOCK)
+            self._frontend.send_multipart((self._boot.frontend_identity, frame, *beside), zmq.NOBLOCK)
         except zmq.Again:
             _log(f"the frontend has not read {FRONTEND_QUEUE_FRAMES} messages; ending")
             self._stopping = True
@@ -248,16 +285,16 @@ class PlannerProcess:
                 raise
 
 
-def _frames(socket: "zmq.Socket[bytes]") -> list[tuple[bytes, bytes]]:
-    """(identity, frame) of every message that waits; messages of another shape are dropped."""
-    found: list[tuple[bytes, bytes]] = []
+def _frames(socket: "zmq.Socket[bytes]") -> list[tuple[bytes, bytes, bytes]]:
+    """(identity, frame, what is beside it) of every message that waits; messages of another shape are dropped."""
+    found: list[tuple[bytes, bytes, bytes]] = []
     while True:
         try:
             parts = socket.recv_multipart(zmq.NOBLOCK)
         except zmq.Again:
             return found
-        if len(parts) == 2:
-            found.append((parts[0], parts[1]))
+        if len(parts) in (2, 3):
+            found.append((parts[0], parts[1], parts[2] if len(parts) == 3 else b""))
 
 
 @contextlib.contextmanager
@@ -265,7 +302,7 @@ def _reported(peer: str) -> Iterator[None]:
     """A frame that is no message is reported and dropped."""
     try:
         yield
-    except MessageError as error:
+    except ValueError as error:
         _log(f"dropped a frame from {peer}: {error}")
 
 
@@ -305,11 +342,11 @@ def namespace(config: PlannerConfig) -> bytes:
     return root_hash(config.fingerprint, config.kv_dtype, config.page_size)
 
 
-def open_store_desk(boot: PlannerBoot, config: PlannerConfig) -> StoreDesk:
+def open_store_desk(boot: PlannerBoot, config: PlannerConfig, meter: Meter) -> StoreDesk:
     """The store that the settings name. Ends the process with one line if it does not answer."""
     own = Layout.of(load_config(Path(boot.model_path)), config.pp, config.tp)
     try:
-        return StoreDesk(boot.settings.store, own, namespace(config))
+        return StoreDesk(boot.settings.store, own, namespace(config), meter)
     except StoreURLError as error:
         _log(str(error))
         raise SystemExit(2) from error
@@ -350,8 +387,9 @@ def main() -> None:
     boot = read_boot(PlannerBoot)
     die_with_parent(boot.parent_pid)
     config = planner_config(boot)
-    store = open_store_desk(boot, config) if config.has_store else None
-    PlannerProcess(boot, worker_template(boot, config, store), config, store).run()
+    meter = Meter()
+    store = open_store_desk(boot, config, meter) if config.has_store else None
+    PlannerProcess(boot, worker_template(boot, config, store), config, store, Telemetry(meter, config.pp, config.tp)).run()
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from forebay.models.kv_format import KvFormat, kv_format
 from forebay.models.llama import Stage, load_stage
 from forebay.models.shard import Shard, shards
 from forebay.observe.events import SpanRing
+from forebay.observe.figures import Meter
 from forebay.runtime.boot import WorkerBoot
 from forebay.runtime.copy_engine import CopyEngine
 from forebay.runtime.execute import Executor
@@ -100,7 +101,7 @@ class LoadedRank:
         """Pages of host memory, maybe none."""
         return self.boot.host_memory // self.page_bytes
 
-    def allocate(self, order: Allocate, ring: SpanRing, saved: Callable[[int, int], None]) -> ReadyRank:
+    def allocate(self, order: Allocate, ring: SpanRing, meter: Meter, saved: Callable[[int, int], None]) -> ReadyRank:
         """Make the pools, meet the other ranks, and run a few passes that leave no trace.
 
         ``saved``: called with (transfer, pages) when a backup is done, on the thread that did it. All ranks must call this: it waits
@@ -109,7 +110,7 @@ class LoadedRank:
         pages = order.device_pages
         pool = self._pool(pages)
         host = self._host_pool(pool, order.host_pages)
-        copier = CopyEngine(pool, host, ring, saved)
+        copier = CopyEngine(pool, host, ring, meter, saved)
         grid = join(self.place, self.device, self.rendezvous, order.rendezvous)
         self.stage.join(grid.tp_group)
         executor = Executor(

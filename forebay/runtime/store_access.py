@@ -4,6 +4,7 @@ A private (``embedded``) store is one process that the planner starts and ends; 
 is opened by each process for itself. A store that does not answer when the server starts ends it; from then on it may come and go.
 """
 
+import math
 import sys
 import time
 import traceback
@@ -12,9 +13,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from queue import SimpleQueue
 
+import msgspec
+
 from forebay.core.messages import StoreHealth
 from forebay.core.tickets import QUERY_S, Query, QueryDone
+from forebay.observe.figures import Meter, StoreState
 from forebay.runtime.layouts import Layout, Manifest, match_prefix
+from forebay.runtime.metered_store import MeteredStore
 from forebay.store.backend import PageStore
 from forebay.store.backends.embedded import EmbeddedStore
 from forebay.store.backends.guarded import GuardedStore
@@ -22,7 +27,17 @@ from forebay.store.backends.open import StoreURLError, open_store
 from forebay.store.breaker import State
 
 QUERY_THREADS = 2
+LOOK_S = 2.0
 ADD_TIMEOUT_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class StoreCleared:
+    """``pages`` of this model were removed for flush ``call``; ``in_time`` False: maybe not all."""
+
+    call: int
+    pages: int
+    in_time: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,19 +51,24 @@ class StoreAddress:
 class StoreDesk:
     """The planner's end: asks the store for it, off its loop. ``wake``: called on a query thread when an answer is there."""
 
-    def __init__(self, url: str, own: Layout, namespace: bytes) -> None:
+    def __init__(self, url: str, own: Layout, namespace: bytes, meter: Meter) -> None:
         """``own``: this grid's layout; ``namespace`` as in `Manifest`.
 
         Raises ``StoreURLError`` if there is no such store or it does not answer.
         """
         store = open_store(url)
         assert store is not None
-        self._store = GuardedStore(store, _say("forebay planner"), _revived)
+        self._guarded = GuardedStore(store, _say("forebay planner"), _revived)
+        self._store: PageStore = MeteredStore(self._guarded, meter)
         self._own = own
         self._manifest = Manifest(self._store, namespace, own)
         self._threads = ThreadPoolExecutor(QUERY_THREADS, "query")
         self._threads.submit(self._manifest.add_own, ADD_TIMEOUT_S)
+        self._keeper = ThreadPoolExecutor(1, "store-keeper")
+        self._look_due = 0.0
         self.answers: SimpleQueue[QueryDone] = SimpleQueue()
+        self.cleared: SimpleQueue[StoreCleared] = SimpleQueue()
+        self.state = StoreState(url)
         if isinstance(store, EmbeddedStore):
             self.address = StoreAddress(store.url, store.secret)
         else:
@@ -56,7 +76,7 @@ class StoreDesk:
 
     def ask(self, query: Query, wake: Callable[[], None]) -> None:
         """Answer a query later; never blocks. A store that is not asked now is a miss at once: the threads may hang in calls to it."""
-        if self._store.is_open:
+        if self._guarded.is_open:
             self.answers.put(QueryDone(query.number, 0))
             wake()
         else:
@@ -64,10 +84,21 @@ class StoreDesk:
 
     @property
     def health(self) -> StoreHealth:
-        return self._store.figures
+        return self._guarded.figures
+
+    def look(self, now: float) -> None:
+        """Bring ``state`` up to date, at most every `LOOK_S`; never blocks."""
+        if now >= self._look_due:
+            self._look_due = math.inf
+            self._keeper.submit(self._look)
+
+    def clear(self, call: int, timeout_s: float, wake: Callable[[], None]) -> None:
+        """Remove all pages of this model that any grid has written; `cleared` says when that is done. Never blocks."""
+        self._keeper.submit(self._clear, call, time.monotonic() + timeout_s, wake)
 
     def close(self) -> None:
         self._threads.shutdown(cancel_futures=True)
+        self._keeper.shutdown(cancel_futures=True)
         self._store.close()
 
     def _answer(self, query: Query, asked_at: float, wake: Callable[[], None]) -> None:
@@ -82,6 +113,29 @@ class StoreDesk:
             self.answers.put(QueryDone(query.number, pages))
             wake()
             self._manifest.add_own(ADD_TIMEOUT_S)  # looks only now and then
+
+    def _look(self) -> None:
+        try:
+            use = self._store.use()
+            self.state = StoreState(self.state.url, False, dict(use.sizes), dict(use.counters), dict(use.throttle))
+        except Exception:  # whatever a store does on a bad day, serving goes on
+            traceback.print_exc()
+        finally:
+            self._look_due = time.monotonic() + LOOK_S
+
+    def _clear(self, call: int, deadline: float, wake: Callable[[], None]) -> None:
+        objects = 0
+        try:
+            layouts = (self._own, *self._manifest.others(max(deadline - time.monotonic(), 0.0)))
+            names = [name for layout in layouts for name in layout.names]
+            objects = self._store.clear(names, max(deadline - time.monotonic(), 0.0))
+        except Exception:
+            traceback.print_exc()
+            deadline = 0.0
+        finally:
+            self._look_due = 0.0
+            self.cleared.put(StoreCleared(call, objects // len(self._own.names), time.monotonic() < deadline))
+            wake()
 
 
 def open_for_rank(address: StoreAddress, rank: int) -> GuardedStore:

@@ -31,10 +31,12 @@ from forebay.core.messages import (
 )
 from forebay.models.errors import ModelError
 from forebay.observe.events import SpanRing
+from forebay.observe.figures import Meter
 from forebay.runtime.boot import WorkerBoot, die_with_parent, read_boot
 from forebay.runtime.execute import Executor
 from forebay.runtime.grid import DeviceError
 from forebay.runtime.layouts import Layout, Manifest
+from forebay.runtime.metered_store import MeteredStore
 from forebay.runtime.mirror import PlanError
 from forebay.runtime.page_io import PageIo
 from forebay.runtime.page_reader import PageReader
@@ -56,7 +58,8 @@ class Worker:
         self._boot = boot
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._channel = connect(self._context, boot.plan_endpoint, boot.plan_identity)
-        self._io = WorkerIo(self._context, boot.io_endpoint, boot.io_identity, boot.epoch, boot.rank)
+        self._meter = Meter()
+        self._io = WorkerIo(self._context, boot.io_endpoint, boot.io_identity, boot.epoch, boot.rank, self._meter)
         name = f"rank {boot.rank}"
         self._ring = SpanRing(name) if boot.ring_fd < 0 else SpanRing.at(name, boot.ring_fd)
         self._staged: StagedRoute | None = None
@@ -85,7 +88,7 @@ class Worker:
             return
         if not isinstance(message, Allocate):
             raise PlanError(f"{type(message).__name__} came before Allocate")
-        ready = loaded.allocate(message, self._ring, self._saved)
+        ready = loaded.allocate(message, self._ring, self._meter, self._saved)
         page_io = self._open_store(loaded, ready)
         self._send(Ready(boot.epoch, boot.rank, ready.s_per_token))
         self._run_plans(ready.executor)
@@ -110,13 +113,16 @@ class Worker:
         boot = self._boot
         if boot.store_url is None:
             return None
-        store = open_for_rank(StoreAddress(boot.store_url, boot.store_secret), boot.rank)
-        self._io.store_health = lambda: store.figures
+        guarded = open_for_rank(StoreAddress(boot.store_url, boot.store_secret), boot.rank)
+        self._io.store_health = lambda: guarded.figures
+        store = MeteredStore(guarded, self._meter)
         own = Layout.of(loaded.config, boot.pp, boot.tp)
         block = loaded.block
         reader = PageReader(store, ready.host, block, own, Manifest(store, boot.namespace, own))
         is_last = ready.grid.place.is_last
-        page_io = PageIo(store, reader, ready.host, block.part.name, boot.epoch, boot.rank, is_last, self._ring, self._io.send)
+        page_io = PageIo(
+            store, reader, ready.host, block.part.name, boot.epoch, boot.rank, is_last, self._ring, self._meter, self._io.send
+        )
         if boot.staged:
             self._staged = page_io.staged
         self._io.serve_orders(page_io.take)

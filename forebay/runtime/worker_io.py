@@ -1,8 +1,8 @@
 """The worker's I/O thread: it speaks with the planner while the compute loop is in a long forward.
 
-It says once a second that the process lives and which plan it has begun, takes tickets and store orders (`runtime.page_io` carries
-them out), passes on acknowledgements of other threads, and notices when the planner's socket is gone. It has a channel of its own,
-since a zmq socket belongs to one thread, and torch releases the interpreter lock in kernels.
+It says once a second that the process lives, which plan it has begun and what it has measured, takes tickets and store orders
+(`runtime.page_io` carries them out), passes on acknowledgements of other threads, and notices when the planner's socket is gone. It
+has a channel of its own, since a zmq socket belongs to one thread, and torch releases the interpreter lock in kernels.
 """
 
 import contextlib
@@ -16,6 +16,7 @@ from queue import SimpleQueue
 import zmq
 
 from forebay.core.messages import FromWorker, Heartbeat, StoreHealth, ToWorkerIo, decode_to_worker_io, encode
+from forebay.observe.figures import Meter
 
 HEARTBEAT_S = 1.0
 # Time for the compute loop to read a Stop that the planner sent just before it closed its sockets.
@@ -27,13 +28,16 @@ _LINGER_MS = 2000
 class WorkerIo(threading.Thread):
     """Start it once; ``applied`` may be set at any time by the compute loop; ``stop`` ends it."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, identity: bytes, epoch: int, rank: int) -> None:
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, identity: bytes, epoch: int, rank: int, meter: Meter
+    ) -> None:
         super().__init__(name="worker-io", daemon=True)
         self._context = context
         self._endpoint = endpoint
         self._identity = identity
         self._epoch = epoch
         self._rank = rank
+        self._meter = meter
         self._wake = os.eventfd(0)
         self._ended = threading.Event()
         self._outgoing: SimpleQueue[FromWorker] = SimpleQueue()
@@ -101,7 +105,8 @@ class WorkerIo(threading.Thread):
     def _beat(self, socket: zmq.Socket[bytes]) -> None:
         # A full queue means that the planner reads nothing: one heartbeat more would not tell it anything.
         with contextlib.suppress(zmq.Again):
-            socket.send(encode(Heartbeat(self._epoch, self._rank, self.applied, self.store_health())), zmq.NOBLOCK)
+            beat = encode(Heartbeat(self._epoch, self._rank, self.applied, self.store_health()))
+            socket.send_multipart((beat, self._meter.encoded()), zmq.NOBLOCK)
 
     def _end_as_orphan(self) -> None:
         """The planner has left us, and the compute loop may be waiting for a neighbour that is ending too."""

@@ -6,8 +6,8 @@ by item, and raises nothing for what a store may do on a bad day: slow, dead, sh
 `tests/store/` run against every backend.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Protocol
 
@@ -58,6 +58,16 @@ class Health:
     detail: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class StoreUse:
+    """``sizes``: objects, and capacity and use in bytes, by name. ``counters``: the store's own, if it keeps any; ``throttle``: keys
+    by what this client's prefetches came to."""
+
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    counters: Mapping[str, int] = field(default_factory=dict)
+    throttle: Mapping[str, int] = field(default_factory=dict)
+
+
 class PageStore(Protocol):
     """What the engine asks of L3. Thread-safe; the data path releases the GIL."""
 
@@ -75,6 +85,14 @@ class PageStore(Protocol):
         ...
 
     def health(self) -> Health: ...
+
+    def use(self) -> StoreUse:
+        """For people and metrics; empty if the store does not answer."""
+        ...
+
+    def clear(self, parts: Sequence[bytes], timeout_s: float) -> int:
+        """Remove the objects whose key ends in one of ``parts``, as far as the time allows; how many."""
+        ...
 
     def close(self) -> None:
         """Release threads, sockets and files. What was acknowledged stays stored."""

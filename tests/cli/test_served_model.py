@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
@@ -19,6 +20,7 @@ import pytest
 
 from forebay.observe.events import read_flight_record, spans_of
 from forebay.observe.timeline import chrome_trace
+from tests.frontend.served import until
 from tests.frontend.tiny_text import LAYERS, write_random_weights, write_text_model
 from tests.observe.trace_checks import check_trace
 
@@ -118,6 +120,49 @@ def test_streamed_and_whole_answers_are_equal(served: Served) -> None:
     whole = client.completions.create(**asked)  # type: ignore[call-overload]
     streamed = client.completions.create(**asked, stream=True)  # type: ignore[call-overload]
     assert "".join(chunk.choices[0].text for chunk in streamed) == whole.choices[0].text
+
+
+def test_tiers_are_used_flushed_and_accounted_for(serve: Callable[..., Served], tmp_path: Path) -> None:
+    options = ("--store", f"file:{tmp_path / 'pages'}", "--fetch-threshold", "8", "--fetch-policy", "wait", "--max-running", "4")
+    url = serve(*options).url
+    body = {"model": "tiny", "prompt": "What is a forebay, and what is it for?", "max_tokens": 1, "temperature": 0}
+
+    def ask() -> dict[str, int]:
+        usage = httpx.post(f"{url}/v1/completions", json=body, timeout=DEADLINE_S).json()["usage"]
+        details: dict[str, int] = usage["prompt_tokens_details"]
+        return details
+
+    def flush(*tiers: str) -> int:
+        until(lambda: not store()["writing"])
+        answer = httpx.post(f"{url}/cache/flush", json={"tiers": tiers, "timeout_s": DEADLINE_S}, timeout=DEADLINE_S)
+        assert answer.status_code == 200, answer.text
+        freed: int = answer.json()["freed_pages"]
+        return freed
+
+    def store() -> dict[str, Any]:
+        told: dict[str, Any] = httpx.get(f"{url}/cache").json()["tiers"]["store"]
+        return told
+
+    assert ask()["cached_tokens"] == 0
+    assert flush("device", "host") > 0
+    stored = ask()
+    assert stored["cached_store"] == stored["cached_tokens"] >= 8
+    until(lambda: store().get("objects", 0) > 0)
+    metrics = {"transfer_bytes_total": "backup load store fetch", "transfer_seconds_count": "backup load store fetch"}
+    for name, kinds in metrics.items():
+        for kind in kinds.split():  # ranks report once a second
+            until(lambda metric=f'forebay_{name}{{kind="{kind}"}}': value(url, metric) > 0)
+    for phase in ("query", "fetch"):
+        assert value(url, f'forebay_ticket_seconds_count{{phase="{phase}"}}') >= 1
+    for op in ("match", "get", "put"):
+        assert value(url, f'forebay_store_ops_total{{op="{op}",outcome="ok"}}') >= 1
+    assert flush("device", "host", "store") > 0
+    assert ask()["cached_tokens"] == 0, "what was flushed from all tiers is computed again"
+
+
+def value(url: str, metric: str) -> float:
+    lines = httpx.get(f"{url}/metrics").text.splitlines()
+    return next((float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(metric + " ")), 0.0)
 
 
 def test_a_prompt_over_the_device_cache_is_an_error_object(serve: Callable[..., Served]) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import openai
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 import forebay
 from forebay.core.messages import GridState, StoreHealth, Usage
@@ -69,8 +70,8 @@ def test_cache_and_flush(server: Server) -> None:
 @pytest.mark.parametrize(
     ("body", "said"),
     [
-        ({"tiers": ["store"]}, "not available yet"),
-        ({"tiers": ["device", "store"]}, "not available yet"),
+        ({"tiers": ["store"]}, "no --store"),
+        ({"tiers": ["device", "store"]}, "no --store"),
         ({"tiers": ["l9"]}, "there is no tier"),
         ({"tiers": []}, "empty"),
         ({"timeout_s": -1}, "timeout_s"),
@@ -122,6 +123,43 @@ def test_the_timeline_shows_what_requests_waited_for(server: Server) -> None:
     for wrong in ("0", "-1", "x", "nan", "1e9"):
         refusal = server.http.get(f"/timeline?seconds={wrong}")
         assert refusal.status_code == 400 and "seconds" in refusal.json()["error"]["message"]
+
+
+METRICS = {
+    "forebay_ttft_seconds": {},
+    "forebay_inter_token_seconds": {},
+    "forebay_queue_seconds": {},
+    "forebay_prompt_tokens_total": {},
+    "forebay_cached_tokens_total": {"tier": {"device", "host", "store"}},
+    "forebay_ticket_total": {"outcome": {"issued", "miss", "complete", "short", "joined", "aborted"}},
+    "forebay_ticket_seconds": {"phase": {"query", "fetch"}},
+    "forebay_transfer_bytes_total": {"kind": {"backup", "load", "store", "fetch"}},
+    "forebay_transfer_seconds": {"kind": {"backup", "load", "store", "fetch"}},
+    "forebay_pages": {"tier": {"device", "host"}, "state": {"free", "cached", "private", "held"}},
+    "forebay_fetch_unused_tokens_total": {"reason": {"failed", "covered", "timeout"}},
+    "forebay_store_ops_total": {"op": {"match", "get", "put"}, "outcome": {"ok"}},
+    "forebay_promotion_total": {"trigger": {"hit", "prefetch"}, "outcome": {"done", "failed"}},
+    "forebay_throttle_total": {"state": {"delegated", "already_resident", "failed"}},
+    "forebay_worker_restarts_total": {},
+    "forebay_plan_seconds": {},
+    "forebay_running_requests": {},
+    "forebay_waiting_requests": {},
+}
+
+
+@pytest.mark.parametrize("name", METRICS)
+def test_every_promised_metric_is_there_before_anything_was_counted(server: Server, name: str) -> None:
+    until(lambda: "forebay_plan_seconds" in server.http.get("/metrics").text)
+    found = [
+        sample
+        for family in text_string_to_metric_families(server.http.get("/metrics").text)
+        for sample in family.samples
+        if sample.name in (name, f"{name}_count")
+    ]
+    assert found
+    for label, values in METRICS[name].items():
+        assert values <= {sample.labels[label] for sample in found}
+    assert all(set(sample.labels) == set(METRICS[name]) for sample in found)
 
 
 def test_with_a_key_everything_but_the_probes_asks_for_it(start_server: Start) -> None:

@@ -218,7 +218,7 @@ class ScriptedPlanner:
             poller.register(socket, zmq.POLLIN)
         while True:
             for socket, _ in poller.poll(max(0, int((deadline - time.monotonic()) * 1000))):
-                identity, frame = socket.recv_multipart()
+                identity, frame, *_ = socket.recv_multipart()
                 message = decode_from_worker(frame)
                 boot = self._boots[message.rank]
                 assert identity == (boot.io_identity if isinstance(message, Heartbeat) else boot.plan_identity)

@@ -67,6 +67,22 @@ def test_what_was_put_is_got_whole_and_in_part_item_by_item(store: PageStore) ->
     assert bytes(buffers[2]) == values[b"key-2"][:10]
 
 
+def test_clearing_takes_the_objects_of_these_parts_and_no_others(store: PageStore) -> None:
+    keys = [b"%d%s" % (index, part) for index in range(3) for part in (b"-a", b"-b", b"-c")]
+    assert store.put_from([PutItem(key, bytes(PAGE)) for key in keys], T) == [Status.OK] * 9
+    assert store.clear([b"-a", b"-b"], T) == 6
+    assert [key for key in keys if get(store, key, PAGE) is not Status.NOT_FOUND] == [b"0-c", b"1-c", b"2-c"]
+    assert store.clear([b"-a", b"-b"], T) == 0
+    assert put(store, b"0-a", bytes(PAGE)) is Status.OK
+
+
+def test_a_store_says_what_it_holds(store: PageStore) -> None:
+    put(store, b"k", bytes(PAGE))
+    sizes = store.use().sizes
+    assert sizes["objects"] == 1
+    assert sizes["ssd_bytes"] > 0
+
+
 def test_an_equal_put_exists_and_another_length_replaces(store: PageStore) -> None:
     assert put(store, b"k", b"a" * PAGE) is Status.OK
     assert put(store, b"k", b"a" * PAGE) is Status.EXISTS

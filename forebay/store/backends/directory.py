@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
-from forebay.store.backend import GetItem, Health, PutItem, Status
+from forebay.store.backend import GetItem, Health, PutItem, Status, StoreUse
 from forebay.store.crc import crc32c
 from forebay.store.holder.segment import as_bytes
 from forebay.store.wire.messages import MAX_KEY_BYTES
@@ -30,6 +30,7 @@ _HEAD = struct.Struct("<4sIQI")
 _MAGIC = b"FBP1"
 _TRIES_AT_EVICTION = 16
 _FREE_CHECK_S = 1.0
+_COUNTING_SHARE = 100
 _numbers = itertools.count()  # of this process: it may have several stores in one directory
 
 
@@ -49,6 +50,7 @@ class DirectoryStore:
         self._files: OrderedDict[str, int] = OrderedDict()  # name -> bytes, least recently used first
         self._used = 0
         self._free_seen = (0.0, 0)
+        self._counted, self._counted_due = (0, 0), 0.0
         self._sweep_temporary()
         self._load()
 
@@ -75,6 +77,26 @@ class DirectoryStore:
         except OSError as error:
             return Health(False, f"{self._root}: {error.strerror}")
         return Health(True, f"{len(self._files)} objects, {self._used} of {self._size} bytes, {free} bytes free")
+
+    def use(self) -> StoreUse:
+        """Counted on disk, since other processes write here too, but for at most a hundredth of the time."""
+        began = time.monotonic()
+        if began >= self._counted_due:
+            self._counted = _count(self._root)
+            self._counted_due = time.monotonic() + _COUNTING_SHARE * (time.monotonic() - began)
+        objects, used = self._counted
+        return StoreUse({"objects": objects, "ssd_bytes": self._size, "ssd_used": used})
+
+    def clear(self, parts: Sequence[bytes], timeout_s: float) -> int:
+        deadline = time.monotonic() + timeout_s
+        removed = 0
+        for path in self._root.glob("??/??/*.page"):
+            if time.monotonic() > deadline:
+                break
+            key = _key_of(path)
+            if key is not None and key.endswith(tuple(parts)):
+                removed += self._remove(path.name)
+        return removed
 
     def close(self) -> None:
         """Nothing is kept open."""
@@ -226,6 +248,28 @@ def _publish(beside: Path, path: Path, size: int) -> bool:
     else:
         beside.unlink()
     return True
+
+
+def _count(root: Path) -> tuple[int, int]:
+    """(objects, bytes) of the files that are there now."""
+    objects = used = 0
+    for path in root.glob("??/??/*.page"):
+        with contextlib.suppress(OSError):
+            used += path.stat().st_size
+            objects += 1
+    return objects, used
+
+
+def _key_of(path: Path) -> bytes | None:
+    """The key that a file says it holds, None if it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            head = file.read(_HEAD.size + MAX_KEY_BYTES)
+    except OSError:
+        return None
+    if len(head) < _HEAD.size:
+        return None
+    return head[_HEAD.size : _HEAD.size + _HEAD.unpack_from(head)[1]]
 
 
 def _write_all(fd: int, parts: list[memoryview]) -> None:

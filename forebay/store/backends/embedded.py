@@ -18,7 +18,7 @@ from pathlib import Path
 
 import platformdirs
 
-from forebay.store.backend import GetItem, Health, PutItem, Status
+from forebay.store.backend import GetItem, Health, PutItem, Status, StoreUse
 from forebay.store.backends.forebay import ForebayStore
 from forebay.store.client.prefetcher import PrefetchOptions
 from forebay.store.client.store import StoreClient
@@ -63,6 +63,12 @@ class EmbeddedStore:
         if self._child.poll() is not None:
             return Health(False, f"the embedded store's process ended with status {self._child.returncode}")
         return self._store.health()
+
+    def use(self) -> StoreUse:
+        return self._store.use()
+
+    def clear(self, parts: Sequence[bytes], timeout_s: float) -> int:
+        return self._store.clear(parts, timeout_s)
 
     def close(self) -> None:
         self._store.close()

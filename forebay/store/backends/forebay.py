@@ -1,8 +1,9 @@
 """This store as the engine's L3."""
 
+import time
 from collections.abc import Sequence
 
-from forebay.store.backend import GetItem, Health, PutItem, Status
+from forebay.store.backend import GetItem, Health, PutItem, Status, StoreUse
 from forebay.store.client.store import StoreClient
 
 HEALTH_S = 1.0
@@ -41,6 +42,26 @@ class ForebayStore:
         if not stats.holders_usable:
             return Health(False, f"the master answers, but none of its {stats.holders} holders serves")
         return Health(True, f"{stats.objects} objects, {stats.holders_usable} of {stats.holders} holders serve")
+
+    def use(self) -> StoreUse:
+        try:
+            stats = self.client.stats(timeout_s=HEALTH_S)
+        except ConnectionError:
+            return StoreUse()
+        names = ("objects", "memory_bytes", "memory_used", "ssd_bytes", "ssd_used")
+        counted = self.client.prefetcher.counters
+        throttle = {
+            "delegated": counted.sent,
+            "already_resident": counted.resident,
+            "failed": counted.missing + counted.declined + counted.failed,
+        }
+        return StoreUse({name: getattr(stats, name) for name in names}, stats.counters, throttle)
+
+    def clear(self, parts: Sequence[bytes], timeout_s: float) -> int:
+        deadline = time.monotonic() + timeout_s
+        found = [key for key, _ in self.client.list(timeout_s=timeout_s) if key.endswith(tuple(parts))]
+        left_s = max(deadline - time.monotonic(), 0.0)
+        return sum(status is Status.OK for status in self.client.remove(found, timeout_s=left_s))
 
     def close(self) -> None:
         self.client.close()

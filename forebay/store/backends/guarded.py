@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from forebay.core.messages import StoreHealth
-from forebay.store.backend import GetItem, Health, PageStore, PutItem, Status
+from forebay.store.backend import GetItem, Health, PageStore, PutItem, Status, StoreUse
 from forebay.store.breaker import Breaker, Outcome, State, Transition
 
 PROBE_TIMEOUT_S = 1.0
@@ -89,6 +89,13 @@ class GuardedStore:
         if figures.detail or self._store is None:
             return Health(False, figures.detail)
         return self._store.health()
+
+    def use(self) -> StoreUse:
+        return StoreUse() if self._store is None or self.is_open else self._store.use()
+
+    def clear(self, parts: Sequence[bytes], timeout_s: float) -> int:
+        """Nothing is removed from a store that is not asked now."""
+        return 0 if self._store is None or self.is_open else self._store.clear(parts, timeout_s)
 
     def close(self) -> None:
         with self._changed:
