@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from forebay.core.messages import FetchProgress, Ticket
+from forebay.core.messages import FetchProgress, StagedTicket, Ticket
 from forebay.core.planner import Effects, Event
 from forebay.core.tickets import QueryDone
 from forebay.observe.figures import FiguresOfRanks, Meter, Report, StoreState, encode_report
@@ -11,9 +11,9 @@ from forebay.observe.figures import FiguresOfRanks, Meter, Report, StoreState, e
 class TicketClock:
     """Times the two steps of a ticket: until the store answers, and until the last rank has said its final word."""
 
-    def __init__(self, meter: Meter, ranks: int) -> None:
+    def __init__(self, meter: Meter, pp: int, tp: int) -> None:
         self._meter = meter
-        self._ranks = ranks
+        self._pp, self._tp = pp, tp
         self._asked: dict[int, float] = {}
         self._fetching: dict[int, tuple[float, set[int]]] = {}
 
@@ -22,7 +22,10 @@ class TicketClock:
             self._asked[query.number] = now
         for order in effects.orders:
             if isinstance(order, Ticket):
-                self._fetching[order.transfer] = (now, set(range(self._ranks)))
+                self._fetching[order.transfer] = (now, set(range(self._pp * self._tp)))
+            elif isinstance(order, StagedTicket):  # the first stage is told first and has the last word
+                _, told = self._fetching.setdefault(order.transfer, (now, set()))
+                told |= set(range(order.stage * self._tp, (order.stage + 1) * self._tp))
 
     def ended(self, events: Iterable[Event], now: float) -> None:
         for event in events:
@@ -43,9 +46,9 @@ class TicketClock:
 class Telemetry:
     """Collects on the planner's loop; ``meter`` also takes what other threads of this process measure."""
 
-    def __init__(self, meter: Meter, ranks: int) -> None:
+    def __init__(self, meter: Meter, pp: int, tp: int) -> None:
         self.meter = meter
-        self.tickets = TicketClock(meter, ranks)
+        self.tickets = TicketClock(meter, pp, tp)
         self._of_ranks = FiguresOfRanks()
 
     def heard(self, rank: int, figures: bytes) -> None:
