@@ -13,8 +13,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from queue import SimpleQueue
 
-import msgspec
-
 from forebay.core.messages import StoreHealth
 from forebay.core.tickets import QUERY_S, Query, QueryDone
 from forebay.observe.figures import Meter, StoreState
@@ -58,8 +56,15 @@ class StoreDesk:
         """
         store = open_store(url)
         assert store is not None
-        self._guarded = GuardedStore(store, _say("forebay planner"), _revived)
-        self._store: PageStore = MeteredStore(self._guarded, meter)
+        metered = MeteredStore(store, meter)
+
+        def revived(_: PageStore | None) -> PageStore:
+            """A private store whose process has ended is started again where it was."""
+            if isinstance(store, EmbeddedStore):
+                store.start_again_if_dead()
+            return metered
+
+        self._store = GuardedStore(metered, _say("forebay planner"), revived)
         self._own = own
         self._manifest = Manifest(self._store, namespace, own)
         self._threads = ThreadPoolExecutor(QUERY_THREADS, "query")
@@ -76,7 +81,7 @@ class StoreDesk:
 
     def ask(self, query: Query, wake: Callable[[], None]) -> None:
         """Answer a query later; never blocks. A store that is not asked now is a miss at once: the threads may hang in calls to it."""
-        if self._guarded.is_open:
+        if self._store.is_open:
             self.answers.put(QueryDone(query.number, 0))
             wake()
         else:
@@ -84,7 +89,7 @@ class StoreDesk:
 
     @property
     def health(self) -> StoreHealth:
-        return self._guarded.figures
+        return self._store.figures
 
     def look(self, now: float) -> None:
         """Bring ``state`` up to date, at most every `LOOK_S`; never blocks."""
@@ -138,15 +143,15 @@ class StoreDesk:
             wake()
 
 
-def open_for_rank(address: StoreAddress, rank: int) -> GuardedStore:
+def open_for_rank(address: StoreAddress, rank: int, meter: Meter) -> GuardedStore:
     """Never fails: it answered the planner a moment ago, and a rank that starts again must not need it."""
 
     def revived(store: PageStore | None) -> PageStore:
-        return store or _opened(address)
+        return store or MeteredStore(_opened(address), meter)
 
     say = _say(f"rank {rank}")
     try:
-        return GuardedStore(_opened(address), say)
+        return GuardedStore(MeteredStore(_opened(address), meter), say)
     except StoreURLError as error:
         return GuardedStore(None, say, revived, str(error))
 
@@ -177,14 +182,6 @@ class StoreView:
 def _opened(address: StoreAddress) -> PageStore:
     store = open_store(address.url, secret=address.secret)
     assert store is not None
-    return store
-
-
-def _revived(store: PageStore | None) -> PageStore:
-    """The planner's own store: a private one whose process has ended is started again where it was."""
-    assert store is not None
-    if isinstance(store, EmbeddedStore):
-        store.start_again_if_dead()
     return store
 
 

@@ -36,7 +36,6 @@ from forebay.runtime.boot import WorkerBoot, die_with_parent, read_boot
 from forebay.runtime.execute import Executor
 from forebay.runtime.grid import DeviceError
 from forebay.runtime.layouts import Layout, Manifest
-from forebay.runtime.metered_store import MeteredStore
 from forebay.runtime.mirror import PlanError
 from forebay.runtime.page_io import PageIo
 from forebay.runtime.page_reader import PageReader
@@ -113,9 +112,8 @@ class Worker:
         boot = self._boot
         if boot.store_url is None:
             return None
-        guarded = open_for_rank(StoreAddress(boot.store_url, boot.store_secret), boot.rank)
-        self._io.store_health = lambda: guarded.figures
-        store = MeteredStore(guarded, self._meter)
+        store = open_for_rank(StoreAddress(boot.store_url, boot.store_secret), boot.rank, self._meter)
+        self._io.store_health = lambda: store.figures
         own = Layout.of(loaded.config, boot.pp, boot.tp)
         block = loaded.block
         reader = PageReader(store, ready.host, block, own, Manifest(store, boot.namespace, own))
