@@ -46,7 +46,7 @@ class Turn:
 def main() -> int:
     console = Console(highlight=False)
     with tempfile.TemporaryDirectory(prefix="forebay-demo-") as directory:
-        return show(console, f"file:{directory}")
+        return show(console, f"embedded:{directory}")
 
 
 def show(console: Console, store: str) -> int:

@@ -126,7 +126,13 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         HostMode.CACHE
     )
     write_policy: Annotated[WritePolicy, Setting("when a full page is copied to host memory")] = WritePolicy.WRITE_THROUGH
-    store: Annotated[str, Setting("the store below host memory (L3): embedded, forebay://HOST:PORT, file:DIR or none")] = "none"
+    store: Annotated[
+        str,
+        Setting(
+            "the store below host memory (L3): embedded (private, under the user's cache directory), embedded:DIR?dram=SIZE&ssd=SIZE, "
+            "forebay://HOST:PORT, file:DIR or none"
+        ),
+    ] = "embedded"
     fetch_route: Annotated[
         FetchRoute,
         Setting(

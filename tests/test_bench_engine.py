@@ -8,7 +8,7 @@ from forebay.settings import resolve
 
 @pytest.mark.slow
 def test_the_document_has_a_row_for_each_figure_and_hits_are_cheaper_than_cold() -> None:
-    result = run("demo", resolve({"pp": 2, "threads_per_rank": 1}, environment={}), None, 1, print)
+    result = run("demo", resolve({"pp": 2, "threads_per_rank": 1, "store": "none"}, environment={}), None, 1, print)
     rows = {f"{row['what']}/{row['tokens']}x{row['batch']}": row for row in result["rows"]}
     assert set(rows) == {
         "cold_ttft/512x1", "cold_ttft/2048x1", "cold_ttft/4096x1", "hit_ttft/2048x1", "decode/512x1", "decode/512x4",

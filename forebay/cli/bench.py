@@ -20,7 +20,8 @@ from forebay.settings import resolve
 
 def run_bench_engine(model: str, flags: Mapping[str, Any], config: Path | None, peer: str | None, rounds: int, as_json: bool) -> None:
     """Raises ``SettingsError`` and ``UserError``."""
-    settings = resolve(refuse_later(flags), config)
+    given = {name: value for name, value in flags.items() if value is not None}
+    settings = resolve(refuse_later({"store": "none"} | given), config)  # what is cold must not be warm from the last run
 
     def say(line: str) -> None:
         if sys.stderr.isatty():

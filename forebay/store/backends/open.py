@@ -38,7 +38,7 @@ def open_store(url: str, tenant: str = "default", secret: str | Path | None = No
         if name.startswith("forebay://") and not query:
             return ForebayStore(StoreClient.connect(name, tenant, secret, prefetch=PrefetchOptions(enabled=True)))
     except (AddressError, OSError) as error:
-        raise StoreURLError(f"store {url!r}: {error}") from error
+        raise StoreURLError(f"store {url!r}: {error}; allowed: {_FORMS}; --store none does without") from error
     raise StoreURLError(f"{url!r} is no store; allowed: {_FORMS}")
 
 

@@ -1,0 +1,101 @@
+"""What `serve` does with no `--store`: a private store under the cache directory, warm after every kind of end."""
+
+import os
+import re
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from forebay.settings import Settings
+from tests.cli.test_served_model import DEADLINE_S, FOREBAY, OPTIONS, Served
+from tests.frontend.served import until
+from tests.frontend.tiny_text import write_random_weights, write_text_model
+
+PROMPT = "The water that gathers ahead of the turbines is called the forebay."
+
+
+@pytest.fixture
+def serve(tmp_path: Path) -> Iterator[Callable[..., Served]]:
+    model = write_random_weights(write_text_model(tmp_path / "model"))
+    environment = os.environ | {"PYTHONUNBUFFERED": "1", "FOREBAY_CACHE_DIR": str(tmp_path / "cache")}
+    del environment["FOREBAY_STORE"]
+    started: list[Served] = []
+
+    def start(*more: str) -> Served:
+        command = [
+            *FOREBAY,
+            "serve",
+            str(model),
+            "--port",
+            "0",
+            "--served-model-name",
+            "tiny",
+            "--fetch-threshold",
+            "8",
+            *OPTIONS,
+            *more,
+        ]
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, start_new_session=True
+        )
+        started.append(Served(process))
+        return started[-1]
+
+    yield start
+    for served in started:
+        if served.process.poll() is None:
+            served.process.kill()
+            served.process.wait()
+
+
+def ask(served: Served) -> tuple[str, int]:
+    """The text, and how many prompt tokens came from the store."""
+    body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 8, "temperature": 0}
+    answer = httpx.post(f"{served.url}/v1/completions", json=body, timeout=DEADLINE_S).json()
+    return answer["choices"][0]["text"], answer["usage"]["prompt_tokens_details"]["cached_store"]
+
+
+def stored(served: Served) -> float:
+    match = re.search(r"^forebay_stored_pages_total (\S+)$", httpx.get(f"{served.url}/metrics").text, re.MULTILINE)
+    assert match
+    return float(match[1])
+
+
+def end(served: Served, number: signal.Signals, status: int) -> None:
+    """Nothing is left running, and the store writes what memory has before it goes."""
+    family = psutil.Process(served.process.pid).children(recursive=True)
+    assert len(family) >= 4, "planner, two ranks, the store"
+    served.process.send_signal(number)
+    assert served.wait_end() == status
+    _, alive = psutil.wait_procs(family, timeout=15)
+    assert not alive
+
+
+def test_the_default_store_is_private_and_warm_after_kill_9(serve: Callable[..., Served], tmp_path: Path) -> None:
+    assert Settings().store == "embedded"
+    first = serve()
+    text, cached = ask(first)
+    assert cached == 0
+    pages = len(PROMPT) // 8
+    until(lambda: stored(first) >= pages)
+    assert httpx.get(f"{first.url}/health").json()["store"]["state"] == "closed"
+    end(first, signal.SIGKILL, -signal.SIGKILL)
+    fsck = subprocess.run([*FOREBAY, "store", "fsck", str(tmp_path / "cache" / "store")], capture_output=True, text=True)
+    assert fsck.returncode == 0, fsck.stdout + fsck.stderr
+    second = serve()
+    assert ask(second) == (text, pages * 8)
+    end(second, signal.SIGINT, 130)
+
+
+def test_a_place_that_cannot_be_is_one_line(serve: Callable[..., Served], tmp_path: Path) -> None:
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / "store").write_text("a file")
+    served = serve()
+    assert served.wait_end() == 2
+    said = [line for line in served.lines if "store 'embedded'" in line]
+    assert len(said) == 1 and "--store none" in said[0] and "Traceback" not in "".join(served.lines)
