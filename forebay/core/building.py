@@ -96,7 +96,8 @@ def _ensure_page(replica: Replica, request: Request) -> bool:
     """A page for the request's next position, retracting younger requests if need be (rule R12)."""
     cache = replica.cache
     assert cache is not None
-    _settle_twins(replica, request)
+    if request.twins:
+        _settle_twins(replica, request)
     if request.computed < len(request.table) * replica.config.page_size:
         return True
     while (pages := cache.allocate(1)) is None:
@@ -131,34 +132,32 @@ def _settle_twins(replica: Replica, request: Request) -> None:
 
 
 def _add_piece(replica: Replica, draft: _Draft, request: Request, count: int) -> None:
+    """Runs for every token of every decode, so what is rarely needed is asked for first."""
     page_size = replica.config.page_size
-    start, stop = request.computed, request.computed + count
+    start = request.computed
+    stop = start + count
+    nodes = len(request.nodes)
+    sample = stop == request.length
     if not request.sent:
         draft.openings.append(_opening(request, start))
-    draft.remaps += [Remap(request.slot, index, page) for index, page in request.remaps]
-    covered = replica.pages_for(stop)
-    draft.pieces.append(
-        Piece(
-            slot=request.slot,
-            start=start,
-            tokens=request.tokens(start, stop),
-            pages=tuple(request.table[request.sent : covered]),
-            write_from=max(start, len(request.nodes) * page_size),
-            sample=stop == request.length,
-        )
-    )
+    if request.remaps:
+        draft.remaps += [Remap(request.slot, index, page) for index, page in request.remaps]
+        request.remaps.clear()
+    covered = -(-stop // page_size)
+    pages = tuple(request.table[request.sent : covered]) if covered > request.sent else ()
+    draft.pieces.append(Piece(request.slot, start, request.tokens(start, stop), pages, max(start, nodes * page_size), sample))
     draft.work += work_of(count, start)
     draft.tokens += count
     draft.requests.append(request)
-    request.remaps.clear()
     request.sent = covered
     request.computed = stop
     request.last_plan = draft.number
-    if stop == request.length:
+    if sample:
         request.prefilling = False
         request.awaits_token = True
         draft.sampling.append((request.slot, request))
-    _insert_nodes(replica, request, draft.number)
+    if stop // page_size > nodes:
+        _insert_nodes(replica, request, draft.number)
 
 
 def _opening(request: Request, start: int) -> Opening:

@@ -9,7 +9,7 @@ O(new work): a table's earlier entries were covered by the digests of the plans 
 
 import hashlib
 import struct
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 DIGEST_BYTES = 8
 ZERO = bytes(DIGEST_BYTES)
@@ -31,10 +31,10 @@ class PlanDigest:
         self._hash.update(b"r" + _REMAP.pack(slot, index, page))
 
     def piece(
-        self, slot: int, start: int, tokens: bytes, appended: Iterable[int], table_length: int, write_from: int, sample: bool
+        self, slot: int, start: int, tokens: bytes, appended: Sequence[int], table_length: int, write_from: int, sample: bool
     ) -> None:
         """``appended``: the last entries of the slot's table, those that this piece added; ``table_length`` counts all."""
-        pages = b"".join(map(_PAGE.pack, appended))
+        pages = b"".join(map(_PAGE.pack, appended)) if appended else b""
         self._hash.update(b"p" + _PIECE.pack(slot, start, table_length, write_from, sample) + pages + tokens)
 
     @property

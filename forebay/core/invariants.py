@@ -14,6 +14,7 @@ I11 host pages belong to nodes or to backups under way; what a backup copies kee
 I12 a batch to the store, and what a ticket has brought for a waiting request, pin their host pages
 I13 a load that no plan carries yet pins its node in both tiers
 I14 with staging host pages, something that moves or waits needs each of them, or a page below it
+I15 a waiting request that has not asked the store for what it misses will do so
 """
 
 from collections import Counter
@@ -21,7 +22,7 @@ from collections import Counter
 from forebay.core.page_cache import PageCache
 from forebay.core.pages import Owner, PagePool
 from forebay.core.replica import Replica
-from forebay.core.request import RequestState
+from forebay.core.request import Phase, RequestState
 from forebay.core.tree import NONE, TIERS, Tier
 
 STUB = [NONE, NONE]
@@ -130,6 +131,9 @@ def _check_places(replica: Replica) -> None:
     assert not waiting & running and waiting | running == set(replica.requests), "I6: requests are lost or in two places"
     for request in replica.waiting:
         assert request.state is RequestState.WAITING and not request.table and not request.nodes, "I6: a waiting request holds pages"
+    unasked = set(map(id, replica.unasked))
+    for request in replica.waiting if replica.config.has_store else ():
+        assert request.phase is not Phase.NOT_ASKED or id(request) in unasked, "I15: a waiting request would never ask the store"
     for hash, request in replica.computing.items():
         assert request.state is RequestState.RUNNING, "I9: a request that does not run is to compute a page"
         assert hash in request.hashes[len(request.nodes) :], "I9: the page was computed already"

@@ -226,6 +226,7 @@ class Planner:
         else:
             replica.requests[request.request_id] = request
             replica.waiting.add(request)
+            replica.unasked.append(request)
             self.counters.prompt_tokens += request.prompt_tokens
 
     def _root(self, salt: bytes) -> bytes:
@@ -308,11 +309,12 @@ class Planner:
         """Late tickets are cut short, misses may be asked for again, and requests that wait for the first time ask the store."""
         replica = self.replica
         assert replica.cache is not None
+        unasked, replica.unasked = replica.unasked, []
         if not self.config.has_store:
             return
         replica.tickets.tick(replica.requests, replica.cache, now)
-        for request in replica.waiting:
-            if request.phase is Phase.NOT_ASKED:
+        for request in unasked:
+            if request.state is RequestState.WAITING and request.phase is Phase.NOT_ASKED:
                 replica.tickets.ask(request, replica.cache, now)
 
     def _collect_orders(self) -> None:
@@ -338,28 +340,23 @@ class Planner:
         if [sample.slot for sample in done.samples] != [slot for slot, _ in record.sampling]:
             self._lose_grid(f"rank {done.rank} sampled other slots than plan {done.number} asked for")
             return False
+        outputs, decodes, max_context = self._effects.outputs, self.replica.decodes, self.config.max_context
         for sample, (_, request) in zip(done.samples, record.sampling, strict=True):
             if request.state is not RequestState.RUNNING or request.last_plan != record.number:
                 continue
-            reason = request.accept(sample.token, self.config.max_context)
+            token = sample.token
+            reason = request.accept(token, max_context)
             first = request.usage is not None and request.emitted == 1
             if first:
                 self.replica.spans.append(request.prefill_span(now, record.number))
-            self._effects.outputs.append(
-                Output(
-                    request.request_id,
-                    (sample.token,),
-                    () if sample.logprobs is None else (sample.logprobs,),
-                    request.usage if first else None,
-                    reason,
-                    sample.token if reason is FinishReason.STOP and sample.token not in request.eos else None,
-                )
-            )
+            stop_token = token if reason is FinishReason.STOP and token not in request.eos else None
+            logprobs = () if sample.logprobs is None else (sample.logprobs,)
+            outputs.append(Output(request.request_id, (token,), logprobs, request.usage if first else None, reason, stop_token))
             self.counters.output_tokens += 1
             if reason is not None:
                 self._forget(request)
             else:
-                self.replica.decodes.append(request)
+                decodes.append(request)
         return True
 
     def _retire(self, now: float, record: InFlight) -> None:
@@ -390,10 +387,10 @@ class Planner:
     def _watch(self, now: float) -> None:
         """Rule R3: a rank that is silent, or a plan far later than predicted, means a new grid."""
         config, in_flight = self.config, self.replica.in_flight
-        for rank, heard in enumerate(self._heard):
-            if now - heard > config.silence_s:
-                self._lose_grid(f"rank {rank} has been silent for {now - heard:.1f} s")
-                return
+        longest_s = now - min(self._heard)
+        if longest_s > config.silence_s:
+            self._lose_grid(f"rank {self._heard.index(min(self._heard))} has been silent for {longest_s:.1f} s")
+            return
         if in_flight:
             waited = now - max(in_flight[0].built_at, self.replica.last_retired_at)
             limit = config.late_base_s + config.late_factor * self.replica.pace.predict(in_flight[0].work)

@@ -91,6 +91,7 @@ class Replica:
     cache: PageCache | None = None
     requests: dict[str, Request] = field(default_factory=dict)
     waiting: WaitingQueue = field(default_factory=WaitingQueue)
+    unasked: list[Request] = field(default_factory=list)  # came to wait, and have not asked the store for what they miss
     running: list[Request] = field(default_factory=list)  # in order of admission
     decodes: deque[Request] = field(default_factory=deque)  # their next token may be computed, longest waiting first
     computing: dict[bytes, Request] = field(default_factory=dict)  # full pages that a running request has yet to compute
@@ -166,6 +167,7 @@ class Replica:
         running, self.running = self.running, []
         for request in running:
             self._wait_again(request)
+        self.unasked = list(self.waiting)
 
     def start_running(self, request: Request) -> None:
         """Take a slot; the caller has set the request's pages."""

@@ -173,6 +173,7 @@ class Request:
         if token in self.params.stop_token_ids or (token in self.eos and not self.params.ignore_eos):
             return FinishReason.STOP
         assert self.params.max_tokens is not None
-        if self.emitted >= self.params.max_tokens or self.length >= max_context:
+        length = self.length
+        if length - self.prompt_tokens >= self.params.max_tokens or length >= max_context:
             return FinishReason.LENGTH
         return None
