@@ -447,13 +447,16 @@ class Heartbeat(_Message, frozen=True):
 
 
 class Fault(_Message, frozen=True):
-    """This rank cannot go on. ``plan`` is the first one concerned, or -1. ``hopeless``: another try would end the same way."""
+    """This rank cannot go on. ``plan`` is the first one concerned, or -1. ``hopeless``: another try would end the same way.
+    ``neighbour``: only because another rank is gone, which has the better reason.
+    """
 
     epoch: int
     rank: int
     plan: int
     text: str
     hopeless: bool = False
+    neighbour: bool = False
 
 
 # ---------------------------------------------------------------------------------------------- frames

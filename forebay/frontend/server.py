@@ -28,6 +28,7 @@ from forebay.settings import Settings
 
 BACKLOG = 2048
 DRAIN_S = 5
+LAST_WORD_S = 30.0  # a few rounds of any health check
 PLANNER_STOP_S = 25.0  # ranks, then a private store that writes what memory has and its log has not
 EXIT_INTERRUPTED = 130
 EXIT_NEVER_READY = 2
@@ -135,18 +136,27 @@ class _Ending:
             self._server.force_exit = True
             return
         self._ending = True
-        self.status = status
+        if not self._engine.death.done():
+            self.status = status
         self._server.should_exit = True
         self._engine.close("the server is shutting down")
 
     def on_death(self, death: asyncio.Future[str]) -> None:
+        """The planner has ended, or the grid is beyond its retries. In that case health checks are still told why for a while."""
         if self._ending:
             return
-        self._ending = True
         self.status = EXIT_ENGINE_LOST if self._engine.was_ready else EXIT_NEVER_READY
         if self._engine.planner_lost and self._engine.was_ready:  # otherwise the planner has written it
             _save_incident(self._planner, death.result())
         print(f"forebay: {death.result()}", file=sys.stderr, flush=True)
+        if self._engine.planner_lost or not self._engine.was_ready:
+            self._end()
+        else:
+            print(f"forebay: answering 503 for {LAST_WORD_S:.0f} s, then ending", file=sys.stderr, flush=True)
+            asyncio.get_running_loop().call_later(LAST_WORD_S, self._end)
+
+    def _end(self) -> None:
+        self._ending = True
         self._server.should_exit = True
 
 

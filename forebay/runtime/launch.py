@@ -21,6 +21,7 @@ from forebay.models.resolve import ResolvedModel
 from forebay.models.shard import check_tp, split_layers
 from forebay.observe.events import Rings
 from forebay.runtime.boot import PlannerBoot, frame_boot, new_endpoint, new_identity, ring_names
+from forebay.runtime.spawn import is_stopped
 from forebay.settings import Device, DType, KvDType, Settings, format_size
 
 # Of the memory that is free at the start, for the device pages of all ranks of this machine when the device is the CPU. Host pages
@@ -50,7 +51,7 @@ class PlannerHandle:
         """End the planner and its ranks: in good order within ``timeout_s``, else by force. Safe to call twice."""
         self.process.terminate()
         try:
-            self.process.wait(timeout_s)
+            self.process.wait(0 if is_stopped(self.process.pid) else timeout_s)
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()

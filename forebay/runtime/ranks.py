@@ -38,12 +38,14 @@ from forebay.core.messages import (
 )
 from forebay.core.planner import Event, GridLost, GridReady
 from forebay.runtime.boot import PlannerBoot, WorkerBoot, new_identity
-from forebay.runtime.spawn import spawn_worker
+from forebay.runtime.spawn import is_stopped, spawn_worker
 
 HELLO_S = 120.0  # an interpreter that imports torch from a cold disk
 START_SILENCE_S = 60.0  # loading may keep a rank from its heartbeat for a while
+STOPPED_S = 5.0  # nothing that starts has a reason to stand still
 END_S = 3.0
 DEATH_S = 0.2
+EXIT_FAULT = 1  # `runtime.worker` ends so after it has said Fault
 FIRST_RANK_RING = 2  # `runtime.boot.ring_names`
 
 
@@ -54,6 +56,8 @@ class _Rank:
     plan_identity: bytes
     io_identity: bytes
     heard_at: float
+    stopped_at: float | None = None
+    ended_at: float | None = None
     said_hello: bool = False
     loaded: Loaded | None = None
     ready: Ready | None = None
@@ -109,7 +113,7 @@ class Ranks:
             case PlanDone() | TransferDone() | FetchProgress() | StagedTaken() | StoreDone() | Heartbeat():
                 return message if self._started else None
             case Fault():
-                return self._fault(f"rank {rank}: {message.text}", message.hopeless)
+                return self._fault(rank, message)
         return None
 
     def watch(self, now: float) -> GridLost | None:
@@ -117,11 +121,23 @@ class Ranks:
         for index, rank in enumerate(self._ranks):
             code = rank.process.poll()
             if code is not None:
-                return GridLost(self.epoch, f"rank {index} (process {rank.process.pid}) {_ending(code)}")
-            limit = START_SILENCE_S if rank.said_hello else HELLO_S
-            if not self._started and now - rank.heard_at > limit:
-                return GridLost(self.epoch, f"rank {index} has been silent for {limit:.0f} s while it started")
+                rank.ended_at = rank.ended_at or now
+                if code != EXIT_FAULT or now - rank.ended_at >= DEATH_S:  # a Fault that it has sent may still be on its way
+                    return GridLost(self.epoch, f"rank {index} (process {rank.process.pid}) {_ending(code)}")
+            elif not self._started and (late := self._late_start(now, rank)):
+                return GridLost(self.epoch, f"rank {index} (process {rank.process.pid}) {late}")
         return None
+
+    def _late_start(self, now: float, rank: _Rank) -> str:
+        """Why a rank that has yet to start is given up; empty if it is not."""
+        limit = START_SILENCE_S if rank.said_hello else HELLO_S
+        if now - rank.heard_at > limit:
+            return f"has been silent for {limit:.0f} s while it started"
+        if not is_stopped(rank.process.pid):
+            rank.stopped_at = None
+            return ""
+        rank.stopped_at = rank.stopped_at or now
+        return f"has been stopped for {STOPPED_S:.0f} s while it started" if now - rank.stopped_at > STOPPED_S else ""
 
     def send(self, frame: bytes, plans: "zmq.Socket[bytes]") -> None:
         """To every rank, in rank order. Raises ``zmq.ZMQError`` if a rank is gone or does not drain its channel."""
@@ -185,15 +201,20 @@ class Ranks:
     def _host_pages(self) -> int:
         return min(rank.loaded.host_pages for rank in self._ranks if rank.loaded is not None)
 
-    def _fault(self, said: str, hopeless: bool) -> GridLost:
-        """What a rank complains of, unless a neighbour's death explains it: its sockets close a moment before it counts as dead."""
-        if not hopeless:
+    def _fault(self, rank: int, fault: Fault) -> GridLost | None:
+        """What a rank complains of, unless a neighbour's death explains it: its sockets close a moment before it counts as dead.
+
+        None: another rank has ended by an error of its own, which it has said or `watch` will.
+        """
+        if not fault.hopeless:
             select.select(self.pidfds, (), (), DEATH_S)
-        for index, rank in enumerate(self._ranks):
-            code = rank.process.poll()
+        for index, other in enumerate(self._ranks):
+            code = other.process.poll()
             if code is not None and code < 0:
-                return GridLost(self.epoch, f"rank {index} (process {rank.process.pid}) {_ending(code)}")
-        return GridLost(self.epoch, said, hopeless, faulted=True)
+                return GridLost(self.epoch, f"rank {index} (process {other.process.pid}) {_ending(code)}")
+            if code is not None and fault.neighbour and index != rank:
+                return None
+        return GridLost(self.epoch, f"rank {rank}: {fault.text}", fault.hopeless, faulted=True)
 
 
 def _for_rank(worker: WorkerBoot, rank: int, epoch: int, endpoints: Endpoints, plan_identity: bytes, io_identity: bytes) -> WorkerBoot:

@@ -4,6 +4,7 @@ import contextlib
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 from forebay.runtime.boot import WorkerBoot, frame_boot
 
@@ -34,3 +35,12 @@ def spawn_worker(boot: WorkerBoot) -> subprocess.Popen[bytes]:
         process.stdin.write(frame_boot(boot))
         process.stdin.flush()
     return process
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether the kernel has stopped the process (SIGSTOP, a debugger): it cannot even read a signal that asks it to end."""
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return status.rpartition(")")[2].split()[0] in ("T", "t")  # proc(5); the name before it may hold anything

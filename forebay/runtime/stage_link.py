@@ -26,6 +26,10 @@ class LinkError(Exception):
     """A neighbour is gone, or its hidden states belong to another plan than the one to run. One line."""
 
 
+class NeighbourGone(LinkError):
+    """A neighbour cannot be reached any more."""
+
+
 @dataclass(frozen=True, slots=True)
 class Activation:
     """Which plan some hidden states belong to (rule R2)."""
@@ -136,8 +140,8 @@ class StageReceiver:
         return hidden.to(self._transport.device)
 
 
-def _gone(which: str, rank: int, error: RuntimeError) -> LinkError:
-    return LinkError(f"the {which} stage, rank {rank}, cannot be reached: {str(error).splitlines()[0]}")
+def _gone(which: str, rank: int, error: RuntimeError) -> NeighbourGone:
+    return NeighbourGone(f"the {which} stage, rank {rank}, cannot be reached: {str(error).splitlines()[0]}")
 
 
 def _world() -> dist.ProcessGroup:

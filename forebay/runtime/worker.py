@@ -40,7 +40,7 @@ from forebay.runtime.mirror import PlanError
 from forebay.runtime.page_io import PageIo
 from forebay.runtime.page_reader import PageReader
 from forebay.runtime.rank import LoadedRank, MemoryShortage, ReadyRank, load
-from forebay.runtime.stage_link import LinkError
+from forebay.runtime.stage_link import LinkError, NeighbourGone
 from forebay.runtime.staged import StagedRoute
 from forebay.runtime.store_access import StoreAddress, open_for_rank
 from forebay.runtime.worker_io import WorkerIo, connect
@@ -48,6 +48,7 @@ from forebay.runtime.worker_io import WorkerIo, connect
 # Errors that say themselves, in one line, what is wrong and what to do.
 _HOPELESS = (DeviceError, ModelError, MemoryShortage)
 _CLEAR = (*_HOPELESS, PlanError, LinkError)
+_PEER_GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
 
 
 class Worker:
@@ -148,14 +149,28 @@ class Worker:
         if not isinstance(error, _CLEAR):
             traceback.print_exception(error)
             text = f"{type(error).__name__}: {error}"
-        hopeless = isinstance(error, _HOPELESS)
-        self._send(Fault(self._boot.epoch, self._boot.rank, self._io.applied, " ".join(text.split()), hopeless))
+        fault = Fault(
+            self._boot.epoch,
+            self._boot.rank,
+            self._io.applied,
+            " ".join(text.split()),
+            hopeless=isinstance(error, _HOPELESS),
+            neighbour=_is_neighbours_end(error),
+        )
+        self._send(fault)
         self._io.stop()
         self._close()
 
     def _close(self) -> None:
         self._channel.close()
         self._context.term()
+
+
+def _is_neighbours_end(error: Exception) -> bool:
+    """Collectives of a TP group raise plain errors; gloo's text says what happened."""
+    if isinstance(error, RuntimeError):
+        return any(said in str(error) for said in _PEER_GONE)
+    return isinstance(error, NeighbourGone)
 
 
 def main() -> None:
