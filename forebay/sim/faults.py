@@ -74,6 +74,7 @@ HARMLESS = (
     FaultKind.CORRUPT_READ, FaultKind.HANGING_IO, FaultKind.STORE_EVICTION, FaultKind.EVICTION_AFTER_EXIST, FaultKind.SILENT_STORE,
     FaultKind.STALE_MESSAGES, FaultKind.CLIENT_ABORT, FaultKind.BURST,
 )  # fmt: skip
+COSTS_A_GRID = frozenset(FaultKind) - frozenset(HARMLESS) - {FaultKind.PAUSED_PLANNER} | {FaultKind.SLOW_RANK}
 MAX_STORM_KINDS = 4
 MAX_STRIKES = 2
 

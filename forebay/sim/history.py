@@ -90,6 +90,7 @@ class History:
         self.poison: set[str] = set()
         self.recent: list[Acknowledgement] = []
         self.failing_starts = 0  # of the next grids
+        self.may_restart = False  # something has happened that may cost a grid
         self.stands_until = 0.0  # the planner's process is stopped
         self.injector = Injector(self)
         self._truth = Truth()
@@ -97,6 +98,7 @@ class History:
         self._stems = [[self.random.randrange(1, VOCABULARY) for _ in range(self.options.max_context)] for _ in range(STEMS)]
         self._told: defaultdict[bytes, list[list[int]]] = defaultdict(list)  # conversations so far, by salt
         self._flushes_asked = 0
+        self._poisonings = 0
         self._grid_messages = 0
         self._tick_due = -1.0
         self._moved_at = 0.0
@@ -214,6 +216,7 @@ class History:
         self._check_books()
         if effects.restart is not None:
             self.report.restarts += 1
+            assert self.may_restart, f"a grid is given up though nothing has happened to it: {effects.restart}"
             self._start_grid(self.planner.epoch)
         if effects.plan is not None:
             self._send(effects.plan)
@@ -275,7 +278,7 @@ class History:
             epoch,
             self._truth,
             self.store,
-            Reports(self._hear, lambda: self.lose(grid, "a rank failed at its work", faulted=True)),
+            Reports(self._hear, lambda: self._poisoned(grid)),
         )
         self.grid.poison = self.poison
         ready = GridReady(epoch, self.pages, options.timing.forward_high, options.host_pages)
@@ -295,6 +298,10 @@ class History:
         self.client.grid_lost(faulted=faulted)
         lost = GridLost(grid.epoch, reason, faulted=faulted)
         self.heap.after(self.random.uniform(0, 0.2), lambda: self.inbox.append(lost))
+
+    def _poisoned(self, grid: FakeGrid) -> None:
+        self._poisonings += 1
+        self.lose(grid, "a rank failed at its work", faulted=True)
 
     def _new_fence(self) -> FenceChecker:
         return FenceChecker(self.options.pp * self.options.tp, self.options.page_size)
@@ -347,6 +354,10 @@ class History:
         self._end_grid()
         self.report.messages += self._grid_messages
         self.client.check(failed=self.planner.state is GridState.FAILED, shrunk=self.pages < self.options.pages)
+        failed_epochs = self.report.restarts + (self.planner.state is GridState.FAILED)
+        assert self.planner.state is not GridState.FAILED or failed_epochs > self._poisonings, (
+            "one request took the whole server with it"
+        )
         replica = self.planner.replica
         assert not replica.requests and not replica.running and not replica.in_flight, "something is left of ended requests"
         if self.planner.state is GridState.READY:

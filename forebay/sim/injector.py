@@ -7,13 +7,14 @@ import msgspec
 
 from forebay.core.messages import GridState
 from forebay.sim.fake_store import Outcome, Spell
-from forebay.sim.faults import Activity, Fault, FaultKind, RequestPoint, activities, point_of
+from forebay.sim.faults import COSTS_A_GRID, Activity, Fault, FaultKind, RequestPoint, activities, point_of
 
 if TYPE_CHECKING:
     from forebay.sim.history import History
 
 SLOWNESS = 30.0
 BURST_REQUESTS = 8
+FOR_GOOD_S = 30.0  # a rank that is stopped for so long is never resumed
 MOST_LOST_STARTS = 6  # in a row: often more than the planner puts up with
 STANDSTILL_S = 1.0  # the real loop notices when it has stood still for longer
 SPELLS = {
@@ -76,6 +77,7 @@ class Injector:
         if history.planner.state is GridState.FAILED and fault.kind is not FaultKind.STALE_MESSAGES:
             return
         self._count(fault, going)
+        history.may_restart |= fault.kind in COSTS_A_GRID
         match fault.kind:
             case FaultKind.PAUSED_PLANNER:
                 self._pause_planner(fault.seconds)
@@ -113,6 +115,8 @@ class Injector:
                 self._for_a_while(fault.seconds, lambda on: setattr(rank, "slowness", SLOWNESS if on else 1.0))
             case FaultKind.SILENT_RANK:
                 self._for_a_while(fault.seconds, lambda on: setattr(rank, "silent", on))
+            case FaultKind.PAUSED_RANK if fault.seconds >= FOR_GOOD_S:
+                grid.stop(number)
             case FaultKind.PAUSED_RANK:
                 self._for_a_while(fault.seconds, lambda on: grid.stop(number) if on else grid.resume(number))
             case FaultKind.FAILED_ALLOCATION:

@@ -2,10 +2,11 @@
 
 from collections.abc import Callable, Sequence
 
+import msgspec
 import pytest
 
 from forebay.core import admission, building, planner, request
-from forebay.core.messages import Copy, FinishReason, Store, StoreDone, TransferDone
+from forebay.core.messages import Copy, FinishReason, PlanDone, Store, StoreDone, TransferDone
 from forebay.core.page_cache import PageCache
 from forebay.core.pages import Owner
 from forebay.core.replica import Replica
@@ -239,7 +240,41 @@ def forget_a_waiting_request_when_its_ticket_ends(patch: pytest.MonkeyPatch) -> 
     patch.setattr(TicketDesk, "_wake", sleepy)
 
 
+def believe_a_failed_store(patch: pytest.MonkeyPatch) -> None:
+    settle = StoreQueue._settle
+    patch.setattr(StoreQueue, "_settle", lambda self, cache, node, stored: settle(self, cache, node, True))
+
+
+def trust_what_exist_said(patch: pytest.MonkeyPatch) -> None:
+    """What a ticket has brought is not counted: exist had said that it is all there (field report P16)."""
+    patch.setattr(_Flight, "safe", property(lambda self: min(self.progress) if self.running else len(self.pages)))
+
+
+def believe_words_of_another_epoch(patch: pytest.MonkeyPatch) -> None:
+    take = planner.Planner._take
+
+    def credulous(self: planner.Planner, now: float, event: planner.Event) -> None:
+        take(self, now, msgspec.structs.replace(event, epoch=self.epoch) if isinstance(event, PlanDone) else event)
+
+    patch.setattr(planner.Planner, "_take", credulous)
+
+
+def watch_nobody(patch: pytest.MonkeyPatch) -> None:
+    """Neither silence nor a late plan is noticed (R3)."""
+    patch.setattr(planner.Planner, "_watch", lambda self, now: None)
+
+
+def blame_nobody(patch: pytest.MonkeyPatch) -> None:
+    """A request that makes ranks fail is run again until the grid is given up."""
+    patch.setattr(planner.Planner, "_blame", lambda self, reason: None)
+
+
 CANARIES: list[Patch] = [
+    believe_a_failed_store,
+    trust_what_exist_said,
+    believe_words_of_another_epoch,
+    watch_nobody,
+    blame_nobody,
     believe_the_rank_that_has_fetched_most,
     store_a_host_page_that_is_not_pinned,
     forget_a_waiting_request_when_its_ticket_ends,
