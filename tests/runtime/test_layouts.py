@@ -101,7 +101,7 @@ def test_holes_of_evicted_records_are_passed_over_and_filled_again(tmp_path: Pat
     store, clock = DirectoryStore(tmp_path, 1 << 30), Clock()
     first, second = Manifest(store, b"model", WHOLE, clock), Manifest(store, b"model", STAGES, clock)
     assert first.add_own(T) and second.add_own(T)
-    store._remove(store._path(first._keys[0]).name)
+    store.files.remove(store.files.path(first._keys[0]).name)
     assert Manifest(store, b"model", GRID, clock).others(T) == (STAGES,)
     clock.now += 60
     assert first.add_own(T), "a server that lives adds its layout again"
@@ -208,7 +208,7 @@ def test_a_prefix_may_be_of_several_grids(tmp_path: Path) -> None:
 def test_a_page_of_which_a_part_is_missing_is_no_page(tmp_path: Path) -> None:
     pages = Pages(tmp_path, 3)
     pages.put(STAGES, range(3))
-    pages.store._remove(pages.store._path(pages.hashes[1] + STAGES.parts[2].name).name)
+    pages.store.files.remove(pages.store.files.path(pages.hashes[1] + STAGES.parts[2].name).name)
     assert pages.match(STAGES) == pages.match(WHOLE) == 1
     assert pages.read(WHOLE) == [1]
     assert pages.read(STAGES) == [3, 3, 1], "each rank says what it has, and the planner takes the least"
@@ -217,7 +217,7 @@ def test_a_page_of_which_a_part_is_missing_is_no_page(tmp_path: Path) -> None:
 def test_a_damaged_part_of_another_grid_ends_the_prefix(tmp_path: Path) -> None:
     pages = Pages(tmp_path, 3)
     pages.put(HEADS, range(3))
-    path = pages.store._path(pages.hashes[1] + HEADS.parts[0].name)
+    path = pages.store.files.path(pages.hashes[1] + HEADS.parts[0].name)
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)

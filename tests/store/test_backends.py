@@ -2,9 +2,10 @@
 
 import contextlib
 import os
+import shutil
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -196,7 +197,7 @@ def test_directory_a_file_that_cannot_be_removed_does_not_wedge_it(tmp_path: Pat
     store = DirectoryStore(tmp_path, 5 * 1100)
     for index in range(5):
         put(store, b"%d" % index, bytes(1000))
-    oldest = store._path(b"0").name
+    oldest = store.files.path(b"0").name
     unlink = Path.unlink
 
     def stubborn(self: Path, missing_ok: bool = False) -> None:
@@ -208,6 +209,98 @@ def test_directory_a_file_that_cannot_be_removed_does_not_wedge_it(tmp_path: Pat
     assert [put(store, b"new-%d" % index, bytes(1000)) for index in range(5)] == [Status.OK] * 5
 
 
+def test_directory_files_that_cannot_be_removed_are_counted_but_not_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = DirectoryStore(tmp_path, 50 * 1100)
+    for index in range(45):
+        assert put(store, b"%d" % index, bytes(1000)) is Status.OK
+    stubborn = {store.files.path(b"%d" % index).name for index in range(20)}
+    unlink, tries = Path.unlink, []
+
+    def unlink_some(self: Path, missing_ok: bool = False) -> None:
+        if self.name in stubborn:
+            tries.append(self.name)
+            raise PermissionError(1, "Operation not permitted")
+        unlink(self, missing_ok=missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", unlink_some)
+    statuses = [put(store, b"new-%d" % index, bytes(1000)) for index in range(100)]
+    assert statuses.count(Status.OK) >= 99, "one put meets more of them than it tries"
+    assert sorted(tries) == sorted(stubborn), "once each"
+    assert sum(path.stat().st_size for path in files(tmp_path)) <= 50 * 1100
+
+
+def test_directory_several_processes_keep_one_size_together(tmp_path: Path) -> None:
+    """Each rank opens the directory for itself."""
+    stores = [DirectoryStore(tmp_path, 128 * 1100) for _ in range(3)]
+    for index in range(300):
+        assert put(stores[index % 3], b"%d" % index, bytes(1000)) is Status.OK
+    used = sum(path.stat().st_size for path in files(tmp_path))
+    assert used <= 128 * 1100 * (1 + 3 / 64) + 3 * 1100, "each notices what others put after a 64th of the size"
+    assert get(stores[0], b"299", 1000) == bytes(1000) and get(stores[0], b"0", 1000) is Status.NOT_FOUND
+
+
+def test_directory_that_was_cleared_under_it_is_made_again(tmp_path: Path) -> None:
+    store = DirectoryStore(tmp_path / "pages", 1 << 20)
+    assert put(store, b"k", bytes(1000)) is Status.OK
+    shutil.rmtree(tmp_path / "pages")
+    assert get(store, b"k", 1000) is Status.NOT_FOUND
+    assert put(store, b"k", bytes(1000)) is Status.OK and get(store, b"k", 1000) == bytes(1000)
+
+
+def test_directory_that_cannot_be_written_is_unavailable_not_full(tmp_path: Path) -> None:
+    store = DirectoryStore(tmp_path / "pages", 1 << 20)
+    shutil.rmtree(tmp_path / "pages")
+    (tmp_path / "pages").write_text("a file now")
+    assert put(store, b"k", bytes(1000)) is Status.UNAVAILABLE
+    assert store.match_prefix([b"k"], [], hint=False, timeout_s=T) == 0
+
+
+def hang(store: DirectoryStore, key: bytes) -> Callable[[], None]:
+    """Reads of ``key`` block from now on, as on a dead network file system, until what is returned is called."""
+    path = store.files.path(key)
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+
+    def go_on() -> None:
+        os.close(os.open(path, os.O_RDWR | os.O_NONBLOCK))  # whoever opens it for reading goes on, and finds nothing
+
+    return go_on
+
+
+def test_directory_a_file_system_that_hangs_costs_the_time_out_and_touches_nothing_later(tmp_path: Path) -> None:
+    store = DirectoryStore(tmp_path, 1 << 20)
+    assert put(store, b"well", b"w" * 1000) is Status.OK and put(store, b"hangs", b"h" * 1000) is Status.OK
+    go_on = hang(store, b"hangs")
+    buffers = [bytearray(b"-" * 1000) for _ in range(2)]
+    items = [GetItem(b"hangs", 0, 1000, buffers[0]), GetItem(b"well", 0, 1000, buffers[1])]
+    assert store.get_into(items, 0.2) == [Status.TIMEOUT, Status.OK]
+    go_on()
+    assert get(store, b"well", 1000) == b"w" * 1000
+    assert buffers[0] == b"-" * 1000
+
+
+def test_directory_when_every_thread_hangs_calls_still_come_back(tmp_path: Path) -> None:
+    store = DirectoryStore(tmp_path, 1 << 20)
+    keys = [b"hangs-%d" % index for index in range(8)]
+    assert set(store.put_from([PutItem(key, bytes(1000)) for key in keys], T)) == {Status.OK}
+    assert put(store, b"well", b"w" * 1000) is Status.OK
+    release = [hang(store, key) for key in keys]
+    items = [GetItem(key, 0, 1000, bytearray(1000)) for key in keys]
+    assert store.get_into(items, 0.2) == [Status.TIMEOUT] * 8
+    assert store.get_into([GetItem(b"well", 0, 1000, bytearray(1000))], 0.2) == [Status.TIMEOUT]
+    assert store.match_prefix([b"well"], [], hint=False, timeout_s=0.2) == 0
+    assert store.put_from([PutItem(b"new", b"value")], 0.2) == [Status.TIMEOUT]
+
+    def let_go() -> bool:
+        for go_on in release:
+            go_on()
+        return get(store, b"well", 1000) == b"w" * 1000
+
+    wait_for(let_go, what="the file system to come back")
+
+
 def test_directory_leaves_the_free_space_alone(tmp_path: Path) -> None:
     store = DirectoryStore(tmp_path, 1 << 30, free=1 << 60)
     assert put(store, b"k", b"x") is Status.NO_SPACE
@@ -215,11 +308,14 @@ def test_directory_leaves_the_free_space_alone(tmp_path: Path) -> None:
 
 def test_directory_sweeps_what_dead_processes_left_half_written(tmp_path: Path) -> None:
     DirectoryStore(tmp_path, 1 << 20)
-    dead, ours = tmp_path / "tmp" / "999999999-0", tmp_path / "tmp" / f"{os.getpid()}-0"
-    dead.write_bytes(b"half")
-    ours.write_bytes(b"half")
+    machine = DirectoryStore(tmp_path, 1 << 20).files._machine
+    dead, ours = tmp_path / "tmp" / f"{machine}-999999999-0", tmp_path / "tmp" / f"{machine}-{os.getpid()}-x"
+    theirs, forgotten = tmp_path / "tmp" / "another-999999999-0", tmp_path / "tmp" / "another-999999999-1"
+    for path in (dead, ours, theirs, forgotten):
+        path.write_bytes(b"half")
+    os.utime(forgotten, (0, 0))
     DirectoryStore(tmp_path, 1 << 20)
-    assert not dead.exists() and ours.exists()
+    assert sorted(path for path in (tmp_path / "tmp").iterdir()) == sorted([ours, theirs])
 
 
 # ---------------------------------------------------------------------------------------------- embedded
