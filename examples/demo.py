@@ -3,15 +3,18 @@
 Starts ``forebay serve demo --pp 2`` as a user would, talks to it with the `openai` client, and shows for each turn how many prompt
 tokens were cached and how long the first token took. Then it sends the whole conversation with another cache salt, which shares
 nothing: the price of the same prompt without the cache. Then it stops the server and starts another one on the same store: the last
-turn's prefix is brought from there to both stages while the request waits. Ends on its own; servers are stopped whatever happens.
+turn's prefix is brought from there to both stages while the request waits. Last comes `forebay bench ttft` in small: the same load by
+ticket and by the usual stage-by-stage route, side by side. Ends on its own; servers end with it whatever happens, and what a killed
+demo left in the cache directory goes when the next one starts.
 """
 
 import contextlib
+import json
+import os
 import re
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import urllib.request
@@ -24,7 +27,17 @@ from openai import OpenAI
 from rich.console import Console
 from rich.table import Table
 
+from forebay.bench.scratch import scratch_directory
+
 TURN_TOKENS = 48
+COMMAND = """
+import signal, sys
+from forebay.runtime.boot import die_with_parent
+die_with_parent(int(sys.argv.pop(1)))
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from forebay.cli.main import main
+main()
+"""
 MANUAL = (Path(__file__).parent / "manual.txt").read_text()
 QUESTIONS = (
     "Where does the name of this station come from? Answer in one sentence.",
@@ -45,8 +58,9 @@ class Turn:
 
 def main() -> int:
     console = Console(highlight=False)
-    with tempfile.TemporaryDirectory(prefix="forebay-demo-") as directory:
-        return show(console, f"embedded:{directory}")
+    with scratch_directory("demo") as directory:
+        status = show(console, f"embedded:{directory}")
+    return status or compare(console)
 
 
 def show(console: Console, store: str) -> int:
@@ -79,8 +93,7 @@ def show(console: Console, store: str) -> int:
 @contextlib.contextmanager
 def serving(console: Console, store: str) -> Iterator[str]:
     """The server's URL, once it is ready. Raises ``SystemExit`` with its last words if it does not start."""
-    command = [str(Path(sys.executable).with_name("forebay")), "serve", "demo", "--pp", "2", "--port", "0", "--store", store]
-    console.print(f"[dim]$ forebay {' '.join(command[1:])}[/]")
+    command = forebay(console, "serve", "demo", "--pp", "2", "--port", "0", "--store", store)
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, bufsize=1, process_group=0)
     try:
         yield wait_ready(process, console)
@@ -91,6 +104,12 @@ def serving(console: Console, store: str) -> Iterator[str]:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+
+
+def forebay(console: Console, *arguments: str) -> list[str]:
+    """The `forebay` command, shown, and run as a process that ends with this one."""
+    console.print(f"[dim]$ forebay {' '.join(arguments)}[/]")
+    return [sys.executable, "-c", COMMAND, str(os.getpid()), *arguments]
 
 
 def wait_ready(process: subprocess.Popen[str], console: Console) -> str:
@@ -161,6 +180,33 @@ def summary(console: Console, turns: list[Turn], cold: Turn, warm: Turn) -> None
     console.print(table)
     console.print(f"With the cache, the last turn's first token came {cold.ttft_ms / turns[-1].ttft_ms:.1f} times sooner;")
     console.print(f"on a new server, from the store, {cold.ttft_ms / warm.ttft_ms:.1f} times.")
+
+
+def compare(console: Console) -> int:
+    """The small A/B: every other request has its prefix in the store."""
+    console.print("\n[dim]By ticket against stage by stage, on fresh servers: every other prompt of 1,024 tokens is in the store.[/]")
+    load = ("--groups", "mixed", "--requests", "12", "--repeat", "2", "--concurrency", "4")
+    command = forebay(console, "bench", "ttft", "demo", *load, "--json")
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:  # it gets Ctrl-C too, and is waited for
+        out, _ = process.communicate()
+    status: int = process.returncode
+    if out:
+        show_comparison(console, json.loads(out))
+    return status
+
+
+def show_comparison(console: Console, result: dict[str, Any]) -> None:
+    table = Table(title="Time to first token, mean of a mixed load, ms")
+    for heading in ("requests", "by ticket", "stage by stage", "change", "95 % interval"):
+        table.add_column(heading, justify="left" if heading == "requests" else "right")
+    means = {(entry["kind"], entry["route"]): entry["ttft_ms"]["mean"] for entry in result["groups"]}
+    for change in result["change"]:
+        name = {"hit": "in the store", "miss": "new", "all": "all"}[change["kind"]]
+        times = [f"{means[change['kind'], route]:.0f}" for route in ("ticket", "staged")]
+        low, high = change["mean_ci"]
+        table.add_row(name, *times, f"{change['mean_pct']:+.0f} %", f"{low:+.0f} to {high:+.0f} %")
+    console.print(table)
+    console.print("So few requests say little: `forebay bench ttft demo --html report.html` takes its time, and draws what happens.")
 
 
 if __name__ == "__main__":

@@ -44,6 +44,16 @@ def fails(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["generate", "demo", "hi", "--top-p", "2"], "top_p is 2.0"),
         (["generate", "/no/such/model", "hi"], "/no/such/model"),
         (["serve", "demo", "--store", "none", "--host-mode", "staging"], "needs a store"),
+        (["bench", "ttft", "/no/such/model", "--store", "embedded"], "/no/such/model: no such file or directory"),
+        (["bench", "ttft", "demo", "--routes", "fast"], "--routes names 'fast'; allowed: ticket, staged, off"),
+        (["bench", "ttft", "demo", "--groups", "some"], "--groups names 'some'; allowed: miss, mixed, hit"),
+        (["bench", "ttft", "demo", "--store", "none"], "--store is none"),
+        (["bench", "ttft", "demo", "--port", "8000"], "--port is not for this bench"),
+        (["bench", "ttft", "demo", "--fetch-route", "off"], "use --routes"),
+        (["bench", "ttft", "demo", "--requests", "many"], "should be a valid integer"),
+        (["bench", "ttft", "demo", "--store", "embedded", "--resume"], "--resume needs --output"),
+        (["bench", "ttft", "demo", "--store", "embedded", "--html", "/no/such/dir/report.html"], "there is no directory /no/such/dir"),
+        (["bench", "ttft", "demo", "--store", "embedded", "--output", "/"], "is a directory"),
     ],
 )
 def test_a_mistake_is_one_line(capsys: pytest.CaptureFixture[str], arguments: list[str], said: str) -> None:
@@ -57,7 +67,6 @@ def test_a_mistake_is_one_line(capsys: pytest.CaptureFixture[str], arguments: li
         ["serve", "demo", "--store", "valkey://h:1/0"],
         ["serve", "demo", "--dynamic-chunking"],
         ["generate", "demo", "hi", "--store", "valkey://h:1/0"],
-        ["bench", "ttft", "demo", "--json"],
         ["doctor", "file"],
     ],
 )

@@ -1,0 +1,37 @@
+#!/usr/bin/env bash
+# Time to first token by ticket beside the stage-by-stage route, in every load that docs/LOG.md reports.
+#
+#     bench/ttft.sh DIRECTORY [LOAD...]
+#
+# One JSON document and one HTML report for each load go to DIRECTORY. A load that was cut off goes on from its last round when this is
+# run again, and one that is done is not measured again. LIMIT=280 stops each load after 280 s (it goes on the next time). Nothing else
+# should run meanwhile. PYTHON, MODEL, REQUESTS and REPEAT may be set in the environment.
+set -u
+cd "$(dirname "$0")/.."
+PYTHON=${PYTHON:-.venv/bin/python} MODEL=${MODEL:-demo} REQUESTS=${REQUESTS:-64} REPEAT=${REPEAT:-8} LIMIT=${LIMIT:-0}
+
+declare -A LOADS=(
+    [misses]="--groups miss --pp 2 --concurrency 2"
+    [mixed-pp4]="--groups mixed --pp 4 --concurrency 4"
+    [chunk-256]="--groups mixed --pp 2 --concurrency 8 --chunk-size 256"
+    [mixed-pp2]="--groups mixed --pp 2 --concurrency 2"
+    [one-at-a-time]="--groups miss,mixed,hit --pp 2 --concurrency 1"
+    [published-pairing]="--groups mixed --pp 4 --concurrency 4 --routes ticket:staging,staged:cache"
+    [open-70]="--groups mixed --pp 2 --utilisation 0.7"
+)
+ORDER="misses mixed-pp4 chunk-256 mixed-pp2 one-at-a-time published-pairing open-70"
+
+[ $# -ge 1 ] || { echo "usage: bench/ttft.sh DIRECTORY [LOAD...]; loads: $ORDER" >&2; exit 2; }
+out=$1; shift
+for load in ${*:-$ORDER}; do
+    [ -n "${LOADS[$load]:-}" ] || { echo "ttft.sh: there is no load $load; allowed: $ORDER" >&2; exit 2; }
+done
+mkdir -p "$out" || exit 2
+status=0
+for load in ${*:-$ORDER}; do
+    echo "== $load: forebay bench ttft $MODEL ${LOADS[$load]} --requests $REQUESTS --repeat $REPEAT"
+    # shellcheck disable=SC2086  # the options are words
+    timeout --signal=INT --kill-after=60 "$LIMIT" "$PYTHON" -m forebay.cli bench ttft "$MODEL" ${LOADS[$load]} \
+        --requests "$REQUESTS" --repeat "$REPEAT" --resume --output "$out/$load.json" --html "$out/$load.html" || status=$?
+done
+exit $status
