@@ -2,12 +2,13 @@
 
 Every figure rotates over ``footprint`` bytes of keys, so that no cache holds them. Rounds of all contenders are interleaved and the
 median is reported; what counts is the ratio to the floor of the same run. Floors: memcpy over the same footprint (local), a raw
-socket pair between two processes (TCP), O_DIRECT reads of the same block size (SSD).
+socket pair between two processes (TCP), O_DIRECT reads of the same block size into an ordinary buffer (SSD; into huge pages beside it).
 """
 
 import contextlib
 import itertools
 import json
+import mmap
 import os
 import socket
 import statistics
@@ -17,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,7 @@ import numpy.typing as npt
 
 from forebay.store.backend import Status
 from forebay.store.client.store import StoreClient
-from forebay.store.holder.log.files import aligned_buffer
+from forebay.store.holder.log.files import HUGE_PAGE_BYTES, aligned_buffer
 from forebay.store.wire.messages import Tier
 
 Bytes = npt.NDArray[np.uint8]
@@ -52,7 +54,7 @@ class BenchConfig:
 
 @dataclass
 class Row:
-    """One line of the result. ``floor`` is the same measure of the floor; ``unit``: GB/s, us_p50 or keys/s."""
+    """One line of the result. ``floor`` is the same measure of the floor, ``floors`` of others; ``unit``: GB/s, us_p50 or keys/s."""
 
     op: str
     size: int
@@ -63,6 +65,7 @@ class Row:
     floor: float
     unit: str
     peers: dict[str, float] = field(default_factory=dict)
+    floors: dict[str, float] = field(default_factory=dict)
 
 
 @contextlib.contextmanager
@@ -234,7 +237,7 @@ def _ssd_reads(config: BenchConfig, client: StoreClient, size: int, path: Path) 
     try:
         for batch in config.batches:
             buffers = [np.zeros(size, np.uint8) for _ in range(batch)]
-            block = memoryview(aligned_buffer(size))[:size]
+            small, huge = memoryview(mmap.mmap(-1, size)), aligned_buffer(max(size, HUGE_PAGE_BYTES))[:size]
             places, blocks = itertools.cycle(range(0, len(cold) - batch + 1, batch)), itertools.cycle(range(len(keys)))
 
             def get(batch: int = batch, buffers: list[Bytes] = buffers, places: Iterator[int] = places) -> None:
@@ -242,13 +245,16 @@ def _ssd_reads(config: BenchConfig, client: StoreClient, size: int, path: Path) 
                 if any(client.get_into(cold[at : at + batch], [buffer.data for buffer in buffers])):
                     raise BenchError("a read from SSD failed")
 
-            def direct(batch: int = batch, block: memoryview = block, blocks: Iterator[int] = blocks) -> None:
+            def direct(block: memoryview, batch: int = batch, blocks: Iterator[int] = blocks) -> None:
                 for _ in range(batch):
                     os.preadv(fd, [block], next(blocks) * size)
 
-            medians = _interleaved({"get": get, "direct": direct}, config, size * batch)
+            contenders: dict[str, Callable[[], object]] = {"get": get, "direct": partial(direct, small), "huge": partial(direct, huge)}
+            medians = _interleaved(contenders, config, size * batch)
             rate = {name: size * batch / seconds / 1e9 for name, seconds in medians.items()}
-            rows.append(Row("get_into", size, batch, "local", "ssd", rate["get"], rate["direct"], "GB/s"))
+            row = Row("get_into", size, batch, "local", "ssd", rate["get"], rate["direct"], "GB/s")
+            row.floors["direct_into_huge_pages"] = rate["huge"]
+            rows.append(row)
     finally:
         os.close(fd)
     return rows
@@ -323,7 +329,7 @@ def _interleaved(contenders: Mapping[str, Callable[[], object]], config: BenchCo
 
 
 def _write_raw(path: Path, size: int, count: int) -> None:
-    block = memoryview(aligned_buffer(size))[:size]
+    block = aligned_buffer(size)[:size]
     block[:] = os.urandom(size)
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_DIRECT, 0o600)
     try:

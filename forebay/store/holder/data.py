@@ -8,14 +8,13 @@ import asyncio
 import time
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from forebay.store.backend import Status
 from forebay.store.crc import crc32c
-from forebay.store.holder.log.record import BLOCK_BYTES, padded
 from forebay.store.holder.memory import Entry, Memory
 from forebay.store.holder.promoter import Promoter
-from forebay.store.holder.reads import LogReads
+from forebay.store.holder.reads import LogReads, Wanted
 from forebay.store.holder.segment import Segment, as_bytes
 from forebay.store.master.puts import room_token
 from forebay.store.wire import auth
@@ -40,6 +39,7 @@ from forebay.store.wire.messages import (
     Write,
 )
 
+T = TypeVar("T")
 SINK_BYTES = 1 << 20
 READS_PER_CONNECTION = 4
 
@@ -267,32 +267,45 @@ class DataServer:
             self._reads.release(buffer, connection)
 
     async def _copy_out(self, connection: Connection, message: CopyOut) -> None:
-        cuts = zip(message.cuts, message.at, strict=True)
-        codes = await asyncio.gather(*(self._copy_cut(connection, cut, at) for cut, at in cuts))
+        """In a few jobs of several records each: handing a thread every single one would cost more than small ones take to read."""
+        staging, codes = _peer(connection).staging, bytearray(len(message.cuts))
+        alone: list[tuple[int, Wanted]] = []
+        shared: list[tuple[int, Wanted]] = []
+        for index, (cut, at) in enumerate(zip(message.cuts, message.at, strict=True)):
+            if self._reads is None or staging is None or at + cut.length > len(staging):
+                codes[index] = Status.INVALID
+                continue
+            name = (_tenant(connection), cut.key, cut.generation)
+            busy = self._reads.is_under_way(name)
+            (shared if busy else alone).append((index, (name, cut.start, staging[at : at + cut.length])))
+        jobs = [self._copy_records(connection, some, codes) for some in _dealt(alone, READS_PER_CONNECTION)]
+        await asyncio.gather(*jobs, *(self._copy_shared(connection, index, wanted, codes) for index, wanted in shared))
         connection.answer(Codes(message.call, bytes(codes)))
 
-    async def _copy_cut(self, connection: Connection, cut: Cut, at: int) -> Status:
-        peer = _peer(connection)
-        staging = peer.staging
-        if self._reads is None or staging is None or not 0 <= at <= at + cut.length <= len(staging):
-            return Status.INVALID
-        async with peer.reading:
-            if cut.start == 0 and at % BLOCK_BYTES == 0 and at + padded(cut.length) <= len(staging):
-                target = staging[at : at + padded(cut.length)]
-                done = await self._reads.read_into(_tenant(connection), cut.key, cut.generation, target)
-                if done is not None:
-                    return Status.OK if done else Status.NOT_FOUND
-            found = await self._reads.read(_tenant(connection), cut.key, cut.generation)
+    async def _copy_records(self, connection: Connection, some: Sequence[tuple[int, Wanted]], codes: bytearray) -> None:
+        assert self._reads is not None
+        async with _peer(connection).reading:
+            for (index, wanted), code in zip(some, await self._reads.copy([one for _, one in some]), strict=True):
+                codes[index] = code
+                self.bytes_out += len(wanted[2]) if code is Status.OK else 0
+
+    async def _copy_shared(self, connection: Connection, index: int, wanted: Wanted, codes: bytearray) -> None:
+        """A promotion or another get reads this record now."""
+        assert self._reads is not None
+        name, start, target = wanted
+        codes[index] = Status.NOT_FOUND
+        async with _peer(connection).reading:
+            found = await self._reads.read(*name)
             if found is None:
-                return Status.NOT_FOUND
+                return
             buffer, length = found
             try:
-                if not 0 <= cut.start <= cut.start + cut.length <= length:
-                    return Status.INVALID
-                source = buffer[cut.start : cut.start + cut.length]
-                await asyncio.get_running_loop().run_in_executor(None, _copy, source, staging[at : at + cut.length])
-                self.bytes_out += cut.length
-                return Status.OK
+                codes[index] = Status.INVALID
+                if start + len(target) <= length:
+                    source = buffer[start : start + len(target)]
+                    await asyncio.get_running_loop().run_in_executor(None, _copy, source, target)
+                    codes[index] = Status.OK
+                    self.bytes_out += len(target)
             finally:
                 self._reads.release(buffer)
 
@@ -355,6 +368,12 @@ def _copy_checked(jobs: list[tuple[Entry, memoryview, memoryview]]) -> set[Entry
 
 def _copy(source: memoryview, target: memoryview) -> None:
     as_bytes(target)[:] = as_bytes(source)
+
+
+def _dealt(items: Sequence[T], count: int) -> list[Sequence[T]]:
+    """At most ``count`` runs of nearly equal length."""
+    size = -(-len(items) // count)
+    return [items[start : start + size] for start in range(0, len(items), size)] if items else []
 
 
 def _peer(connection: Connection) -> Peer:

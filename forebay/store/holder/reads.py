@@ -4,17 +4,25 @@ Buffers are page-aligned (O_DIRECT) and reused; one that a transport may still b
 """
 
 import asyncio
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
-from forebay.store.holder.log.files import aligned_buffer
+from forebay.store.backend import Status
+from forebay.store.holder.log.files import HUGE_PAGE_BYTES, aligned_buffer
 from forebay.store.holder.log.log import SsdLog
 from forebay.store.holder.log.record import padded
+from forebay.store.holder.segment import as_bytes
 from forebay.store.wire.messages import HeldSsd
 
 READ_THREADS = 4
 MAX_IDLE_BYTES = 256 << 20
+MAX_BOUNCE_BYTES = 8 << 20  # kept by each thread
+
+
+Name = tuple[str, bytes, int]  # tenant, key, generation
+Wanted = tuple[Name, int, memoryview]  # of which record, from where, to where: a flat memoryview of bytes
 
 
 class Loan(Protocol):
@@ -32,11 +40,12 @@ class LogReads:
         self._log = log
         self._damaged = damaged
         self._threads = ThreadPoolExecutor(READ_THREADS, "log-read")
-        self._under_way: dict[tuple[str, bytes, int], asyncio.Future[memoryview | None]] = {}
+        self._under_way: dict[Name, asyncio.Future[memoryview | None]] = {}
         self._users: dict[int, int] = {}  # id of buffer -> users
         self._idle: dict[int, list[memoryview]] = {}  # by size
         self._idle_bytes = 0
         self._lent: list[tuple[memoryview, Loan]] = []
+        self._bounce = threading.local()
 
     async def read(self, tenant: str, key: bytes, generation: int) -> tuple[memoryview, int] | None:
         """A buffer with the whole value in front, and the value's length; None if it is not there or damaged."""
@@ -66,20 +75,16 @@ class LogReads:
         self._users[id(found)] += 1
         return found, length
 
-    async def read_into(self, tenant: str, key: bytes, generation: int, target: memoryview) -> bool | None:
-        """Read a whole value straight into ``target`` (page-aligned, its padded length). None: not like this (it has another length,
-        or is being read already, so that `read` shares that); False: it is not there or damaged."""
-        name = (tenant, key, generation)
-        length = self._log.length_of(*name)
-        if length is None:
-            return False
-        if padded(length) != len(target) or name in self._under_way:
-            return None
-        if await asyncio.get_running_loop().run_in_executor(self._threads, self._fill, name, target) is not None:
-            return True
-        if self._log.length_of(*name) is None:
-            self._damaged(HeldSsd(tenant, key, generation, length))
-        return False
+    def is_under_way(self, name: Name) -> bool:
+        """Somebody reads this record now; whoever else wants it had better share that read."""
+        return name in self._under_way
+
+    async def copy(self, wanted: Sequence[Wanted]) -> list[Status]:
+        """Read records one after another in one thread, and copy what is wanted of each to where it is wanted."""
+        codes, damaged = await asyncio.get_running_loop().run_in_executor(self._threads, self._copy_all, wanted)
+        for held in damaged:
+            self._damaged(held)
+        return codes
 
     def release(self, buffer: memoryview, lent_to: Loan | None = None) -> None:
         """``buffer`` is not needed any more, or only until ``lent_to`` has sent what was queued."""
@@ -97,8 +102,36 @@ class LogReads:
     def close(self) -> None:
         self._threads.shutdown(wait=True, cancel_futures=True)
 
-    def _fill(self, name: tuple[str, bytes, int], buffer: memoryview) -> memoryview | None:
+    def _fill(self, name: Name, buffer: memoryview) -> memoryview | None:
         return buffer if self._log.read(*name, buffer) is not None else None
+
+    def _copy_all(self, wanted: Sequence[Wanted]) -> tuple[list[Status], list[HeldSsd]]:
+        codes, damaged = [], []
+        for name, start, target in wanted:
+            length = self._log.length_of(*name)
+            if length is None:
+                codes.append(Status.NOT_FOUND)
+            elif start + len(target) > length:
+                codes.append(Status.INVALID)
+            elif self._copy(name, padded(length), start, target):
+                codes.append(Status.OK)
+            else:
+                codes.append(Status.NOT_FOUND)
+                if self._log.length_of(*name) is None:
+                    damaged.append(HeldSsd(*name, length))
+        return codes, damaged
+
+    def _copy(self, name: Name, size: int, start: int, target: memoryview) -> bool:
+        """By way of a buffer of this thread's own: the target is of small pages, which the disk is slow to write to."""
+        bounce: memoryview | None = getattr(self._bounce, "buffer", None)
+        if bounce is None or len(bounce) < size:
+            bounce = aligned_buffer(max(size, HUGE_PAGE_BYTES))
+            if size <= MAX_BOUNCE_BYTES:
+                self._bounce.buffer = bounce
+        if self._log.read(*name, bounce) is None:
+            return False
+        as_bytes(target)[:] = as_bytes(bounce[start : start + len(target)])
+        return True
 
     def _take(self, size: int) -> memoryview:
         lent, self._lent = self._lent, []
@@ -108,4 +141,14 @@ class LogReads:
         if idle:
             self._idle_bytes -= size
             return idle.pop()
-        return memoryview(aligned_buffer(size))
+        return self._make(size)
+
+    def _make(self, size: int) -> memoryview:
+        """A buffer; small ones are cut from one that has huge pages, and the rest of it waits for the next."""
+        if size > HUGE_PAGE_BYTES // 2:
+            return aligned_buffer(size)
+        slab = aligned_buffer(HUGE_PAGE_BYTES)
+        cuts = [slab[start : start + size] for start in range(0, HUGE_PAGE_BYTES - size + 1, size)]
+        self._idle.setdefault(size, []).extend(cuts[1:])
+        self._idle_bytes += size * (len(cuts) - 1)
+        return cuts[0]

@@ -13,7 +13,10 @@ import re
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
+
 BUFFER_ALIGN = 4096
+HUGE_PAGE_BYTES = 2 << 20
 _NAME = re.compile(r"(\d{10})\.log")
 
 
@@ -133,6 +136,15 @@ class Lock:
         os.close(self._fd)
 
 
-def aligned_buffer(size: int) -> mmap.mmap:
-    """Page-aligned memory for O_DIRECT, ``size`` rounded up to pages."""
-    return mmap.mmap(-1, max(BUFFER_ALIGN, (size + BUFFER_ALIGN - 1) & -BUFFER_ALIGN))
+def aligned_buffer(size: int) -> memoryview:
+    """Page-aligned memory for O_DIRECT, ``size`` rounded up to pages; from 2 MiB on in huge pages where the kernel has them, since a
+    transfer that is not cut up at every 4 KiB page is two to three times as fast (docs/LOG.md)."""
+    rounded = max(BUFFER_ALIGN, (size + BUFFER_ALIGN - 1) & -BUFFER_ALIGN)
+    if size < HUGE_PAGE_BYTES:
+        return memoryview(mmap.mmap(-1, rounded, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+    whole = ((size + HUGE_PAGE_BYTES - 1) & -HUGE_PAGE_BYTES) + HUGE_PAGE_BYTES  # what is not touched costs nothing
+    mapped = mmap.mmap(-1, whole, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):
+        mapped.madvise(mmap.MADV_HUGEPAGE)
+    start = -int(np.frombuffer(mapped, dtype=np.uint8).ctypes.data) % HUGE_PAGE_BYTES
+    return memoryview(mapped)[start : start + rounded]

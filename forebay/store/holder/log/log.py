@@ -269,7 +269,7 @@ class SsdLog:
         value = encode_graves(graves)
         head = Head(Kind.GRAVES, max(grave.generation for grave in graves), len(value), crc32c(value))
         file = self._file_for(head.record_bytes)
-        buffer = memoryview(aligned_buffer(head.record_bytes))
+        buffer = aligned_buffer(head.record_bytes)
         write_head(head, buffer[:BLOCK_BYTES])
         buffer[BLOCK_BYTES : BLOCK_BYTES + len(value)] = value
         self._files.write(file.fd, buffer[: head.record_bytes], file.size)
@@ -336,7 +336,7 @@ class SsdLog:
             size = BLOCK_BYTES + padded(record.length)
             if size > budget:
                 break
-            value = memoryview(aligned_buffer(padded(record.length)))
+            value = aligned_buffer(padded(record.length))
             if self._files.read(victim.fd, value[: padded(record.length)], record.position + BLOCK_BYTES) < record.length:
                 continue
             if self._append_run([Item(tenant, key, record.generation, record.crc, value[: record.length])])[0]:

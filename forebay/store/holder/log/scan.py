@@ -33,7 +33,7 @@ class Damage:
 def scan(files: Files, fd: int) -> Iterator[Found | Damage]:
     """Raises ``OSError`` if the file cannot be read at all."""
     size = files.size(fd)
-    block = memoryview(aligned_buffer(BLOCK_BYTES))
+    block = aligned_buffer(BLOCK_BYTES)
     position, bad_from, why = 0, -1, ""
     while position < size:
         try:
@@ -53,7 +53,7 @@ def scan(files: Files, fd: int) -> Iterator[Found | Damage]:
 
 def value_is_good(files: Files, fd: int, found: Found) -> bool:
     """Read a whole value and check its CRC32C."""
-    buffer = memoryview(aligned_buffer(padded(found.head.value_bytes)))
+    buffer = aligned_buffer(padded(found.head.value_bytes))
     count = files.read(fd, buffer[: padded(found.head.value_bytes)], found.position + BLOCK_BYTES)
     length = found.head.value_bytes
     return count >= length and crc32c(buffer[:length]) == found.head.value_crc
@@ -65,7 +65,7 @@ def _record_at(files: Files, fd: int, block: memoryview, position: int, size: in
         raise RecordError("cut off within its value")
     if head.kind is Kind.VALUE:
         return Found(position, head, [])
-    buffer = memoryview(aligned_buffer(head.value_bytes))
+    buffer = aligned_buffer(head.value_bytes)
     files.read(fd, buffer[: padded(head.value_bytes)], position + BLOCK_BYTES)
     value = buffer[: head.value_bytes]
     if crc32c(value) != head.value_crc:
