@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import json as jsonlib
+import ssl
 import sys
 import tempfile
 import time
@@ -19,7 +20,7 @@ from forebay.settings import SettingsError, format_size, parse_size
 from forebay.store import bench as measuring
 from forebay.store import bench_prefetch as prefetching
 from forebay.store import fsck as checker
-from forebay.store.address import Address, AddressError
+from forebay.store.address import Address, AddressError, StoreUrl
 from forebay.store.backend import Status
 from forebay.store.client.store import StoreClient
 from forebay.store.holder.node import HolderConfig, HolderError
@@ -28,6 +29,7 @@ from forebay.store.holder.writer import Fsync
 from forebay.store.master.records import MasterConfig
 from forebay.store.up import Roles, Running, run
 from forebay.store.wire import auth
+from forebay.store.wire.tls import TlsError, client_context, own_context, server_context
 
 app = typer.Typer(help="The store of KV pages (L3): run it, look into it.", no_args_is_help=True)
 DEFAULT_PORT = 7001
@@ -47,9 +49,11 @@ SsdPrefetch = Annotated[bool, typer.Option("--ssd-prefetch", help="bring to DRAM
 Share = Annotated[float, typer.Option(min=0, max=1, help="share of DRAM for pages prefetched and not read yet")]
 Replicas = Annotated[int, typer.Option(min=1, max=8, help="holders that each page is written to")]
 SecretFile = Annotated[Path | None, typer.Option(help="lines of 'TENANT SECRET', or one secret; none = no authentication")]
+TlsCert = Annotated[Path | None, typer.Option(help="certificate (PEM, its chain behind it) for TLS; none = no TLS")]
+TlsKey = Annotated[Path | None, typer.Option(help="the key of --tls-cert, not encrypted")]
 Quota = Annotated[list[str] | None, typer.Option(help="DRAM that a tenant may fill, NAME=SIZE; may be given again")]
 Json = Annotated[bool, typer.Option("--json", help="one JSON document on standard output and nothing else there")]
-Url = Annotated[str, typer.Argument(help="forebay://HOST:PORT of a master")]
+Url = Annotated[str, typer.Argument(help="forebay://HOST:PORT of a master; forebay+tls://HOST:PORT[?ca=FILE] for TLS")]
 Tenant = Annotated[str, typer.Option(help="whose keys")]
 Timeout = Annotated[float, typer.Option(min=0.05, help="seconds for each call")]
 Key = Annotated[str, typer.Argument(help="a key as text, or hex:...")]
@@ -61,7 +65,7 @@ def _one_line_errors() -> Iterator[None]:
     """Whatever a user can get wrong ends in one line and exit status 2."""
     try:
         yield
-    except (AddressError, SettingsError, HolderError, SegmentError, auth.SecretFileError, OSError) as error:
+    except (AddressError, SettingsError, HolderError, SegmentError, auth.SecretFileError, TlsError, OSError) as error:
         text = f"{error.strerror}: {error.filename}" if isinstance(error, OSError) and error.filename else str(error)
         typer.echo(f"forebay store: {text}", err=True)
         raise typer.Exit(2) from None
@@ -86,6 +90,8 @@ def up(
     prefetch_share: Share = 0.2,
     tenant_quota: Quota = None,
     secret_file: SecretFile = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
     json: Json = False,
 ) -> None:
     """Run a master and one holder in this process."""
@@ -94,8 +100,10 @@ def up(
         master = _master_config(
             lease_s, high_watermark, low_watermark, put_wait_s, promotion_on_hit, ssd_prefetch, prefetch_share, 1, tenant_quota
         )
-        holder = HolderConfig(address, Address(address.host, 0), parse_size(dram), ssd, parse_size(ssd_size), fsync)
-        _run(Roles(address, master, holder, _secrets(secret_file)), json)
+        tls = _tls(tls_cert, tls_key)
+        own = own_context(tls_cert) if tls_cert else None
+        holder = HolderConfig(address, Address(address.host, 0), parse_size(dram), ssd, parse_size(ssd_size), fsync, tls, own)
+        _run(Roles(address, master, holder, _secrets(secret_file), tls), json)
 
 
 @app.command()
@@ -111,6 +119,8 @@ def master(
     replicas: Replicas = 1,
     tenant_quota: Quota = None,
     secret_file: SecretFile = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
     json: Json = False,
 ) -> None:
     """Run the master: it keeps who has what, and nothing that holders cannot tell it again."""
@@ -126,7 +136,7 @@ def master(
             replicas,
             tenant_quota,
         )
-        _run(Roles(Address.parse(listen, DEFAULT_PORT), config, None, _secrets(secret_file)), json)
+        _run(Roles(Address.parse(listen, DEFAULT_PORT), config, None, _secrets(secret_file), _tls(tls_cert, tls_key)), json)
 
 
 @app.command()
@@ -138,12 +148,23 @@ def holder(
     ssd_size: SsdSize = "8GiB",
     fsync: FsyncOption = Fsync.BATCH,
     secret_file: SecretFile = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
     json: Json = False,
 ) -> None:
     """Run a holder: it keeps pages in DRAM and on SSD. Clients reach it at the host given with --listen."""
     with _one_line_errors():
-        where = Address.parse(master, DEFAULT_PORT)
-        config = HolderConfig(where, Address.parse(listen), parse_size(dram), ssd, parse_size(ssd_size), fsync)
+        where = StoreUrl.parse(master if "://" in master else f"forebay://{master}", DEFAULT_PORT)
+        config = HolderConfig(
+            where.masters[0],
+            Address.parse(listen),
+            parse_size(dram),
+            ssd,
+            parse_size(ssd_size),
+            fsync,
+            _tls(tls_cert, tls_key),
+            client_context(where.ca) if where.tls else None,
+        )
         _run(Roles(None, None, config, _secrets(secret_file)), json)
 
 
@@ -177,11 +198,17 @@ def _secrets(file: Path | None) -> auth.Secrets:
     return auth.Secrets() if file is None else auth.Secrets.read(file)
 
 
+def _tls(certificate: Path | None, key: Path | None) -> ssl.SSLContext | None:
+    if (certificate is None) != (key is None):
+        raise TlsError("--tls-cert and --tls-key belong together; give both or neither")
+    return None if certificate is None or key is None else server_context(certificate, key)
+
+
 def _run(roles: Roles, json: bool) -> None:
     def started(running: Running) -> None:
         said: dict[str, Any] = {}
         if running.master is not None:
-            said["url"] = f"forebay://{running.master.address}"
+            said["url"] = f"forebay{'+tls' if roles.tls else ''}://{running.master.address}"
         if running.holder is not None:
             config = running.holder.config
             said |= {"holder": str(running.holder.address), "dram": config.dram, "ssd": str(config.ssd) if config.ssd else None}

@@ -21,7 +21,7 @@ class Address:
     @classmethod
     def parse(cls, text: str, default_port: int | None = None) -> "Address":
         """``host:port``, ``[v6]:port``, with or without ``forebay://`` in front. Raises ``AddressError``."""
-        bare = text.removeprefix("forebay://").removeprefix("tcp://").rstrip("/")
+        bare = text.removeprefix("forebay://").removeprefix("forebay+tls://").removeprefix("tcp://").rstrip("/")
         host, colon, port = bare.rpartition(":")
         if not colon and default_port is not None:
             host, port = bare, str(default_port)
@@ -30,11 +30,29 @@ class Address:
         return cls(host.strip("[]"), int(port))
 
 
-def parse_masters(url: str) -> list[Address]:
-    """The masters of ``forebay://HOST:PORT[,HOST:PORT...]``. Raises ``AddressError``."""
-    if not url.startswith("forebay://"):
-        raise AddressError(f"{url!r} is no store of masters; write it as forebay://HOST:PORT")
-    return [Address.parse(part) for part in url.removeprefix("forebay://").rstrip("/").split(",")]
+@dataclass(frozen=True, slots=True)
+class StoreUrl:
+    """``forebay://HOST:PORT[,HOST:PORT...]``: where the masters are. ``forebay+tls://...[?ca=FILE]``: the same over TLS, trusting the
+    certificates in FILE instead of the machine's authorities."""
+
+    masters: tuple[Address, ...]
+    tls: bool = False
+    ca: Path | None = None
+
+    @classmethod
+    def parse(cls, url: str, default_port: int | None = None) -> "StoreUrl":
+        """Raises ``AddressError``."""
+        where, _, query = url.partition("?")
+        scheme, found, places = where.partition("://")
+        if not found or scheme not in ("forebay", "forebay+tls"):
+            raise AddressError(f"{url!r} is no store of masters; write it as forebay://HOST:PORT or forebay+tls://HOST:PORT")
+        name, _, ca = query.partition("=")
+        if query and (scheme != "forebay+tls" or name != "ca" or not ca):
+            raise AddressError(f"{url!r}: unknown option {query!r}; only ca=FILE, of forebay+tls://, is known")
+        masters = tuple(Address.parse(part, default_port) for part in places.rstrip("/").split(","))
+        if len(set(masters)) < len(masters):
+            raise AddressError(f"{url!r} names a master twice")
+        return cls(masters, scheme == "forebay+tls", Path(ca) if ca else None)
 
 
 def this_machine() -> str:

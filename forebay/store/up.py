@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import gc
 import signal
+import ssl
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -18,12 +19,14 @@ from forebay.store.wire import auth
 
 @dataclass(frozen=True)
 class Roles:
-    """``master``/``listen``: run a master there. ``holder``: run a holder; its ``master`` is ours if we run one."""
+    """``master``/``listen``: run a master there, inside ``tls`` if that is given. ``holder``: run a holder; its ``master`` is ours if
+    we run one."""
 
     listen: Address | None
     master: MasterConfig | None
     holder: HolderConfig | None
     secrets: auth.Secrets
+    tls: ssl.SSLContext | None = None
 
 
 @dataclass
@@ -37,7 +40,7 @@ async def serve(roles: Roles, started: Callable[[Running], None], ended: asyncio
     running = Running()
     try:
         if roles.master is not None and roles.listen is not None:
-            running.master = MasterServer(roles.master, roles.listen, roles.secrets)
+            running.master = MasterServer(roles.master, roles.listen, roles.secrets, roles.tls)
             await running.master.start()
         if roles.holder is not None:
             config = roles.holder

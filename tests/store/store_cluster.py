@@ -18,9 +18,11 @@ from forebay.store.holder.writer import Fsync
 from forebay.store.master.records import MasterConfig
 from forebay.store.master.server import MasterServer
 from forebay.store.wire import auth
+from forebay.store.wire.tls import client_context, server_context
 
 T = TypeVar("T")
 LOCALHOST = Address("127.0.0.1", 0)
+CERTIFICATE, KEY = Path(__file__).parent / "tls" / "localhost.pem", Path(__file__).parent / "tls" / "localhost.key"
 
 
 def wait_for(condition: Callable[[], T], timeout_s: float = 15.0, what: str = "") -> T:
@@ -37,9 +39,10 @@ def wait_for(condition: Callable[[], T], timeout_s: float = 15.0, what: str = ""
 class Cluster:
     """``master`` and ``holders`` may be stopped and started again one by one."""
 
-    def __init__(self, config: MasterConfig | None = None, secrets: auth.Secrets | None = None) -> None:
+    def __init__(self, config: MasterConfig | None = None, secrets: auth.Secrets | None = None, *, tls: bool = False) -> None:
         self.config = config or MasterConfig(settle_s=0.0)
         self.secrets = secrets or auth.Secrets()
+        self.tls = server_context(CERTIFICATE, KEY) if tls else None
         self.loop = uvloop.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="cluster", daemon=True)
         self._thread.start()
@@ -63,10 +66,10 @@ class Cluster:
 
     @property
     def url(self) -> str:
-        return f"forebay://{self.address}"
+        return f"forebay+tls://{self.address}?ca={CERTIFICATE}" if self.tls else f"forebay://{self.address}"
 
     def start_master(self) -> MasterServer:
-        self.master = MasterServer(self.config, self.address, self.secrets)
+        self.master = MasterServer(self.config, self.address, self.secrets, self.tls)
         self.do(self.master.start())
         self.address = self.master.address
         return self.master
@@ -84,7 +87,9 @@ class Cluster:
         fsync: Fsync = Fsync.NEVER,
         files: Files | None = None,
     ) -> Holder:
-        holder = Holder(HolderConfig(self.address, LOCALHOST, dram, ssd, ssd_bytes if ssd else 0, fsync), self.secrets, files)
+        master_tls = client_context(CERTIFICATE) if self.tls else None
+        config = HolderConfig(self.address, LOCALHOST, dram, ssd, ssd_bytes if ssd else 0, fsync, self.tls, master_tls)
+        holder = Holder(config, self.secrets, files)
         self.do(holder.start())
         self.holders.append(holder)
         wait_for(lambda: holder.serving, what="holder serves")
@@ -112,8 +117,8 @@ class Cluster:
 
 
 @contextlib.contextmanager
-def cluster(config: MasterConfig | None = None, secrets: auth.Secrets | None = None) -> Iterator[Cluster]:
-    made = Cluster(config, secrets)
+def cluster(config: MasterConfig | None = None, secrets: auth.Secrets | None = None, *, tls: bool = False) -> Iterator[Cluster]:
+    made = Cluster(config, secrets, tls=tls)
     try:
         yield made
     finally:

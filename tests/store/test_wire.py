@@ -3,6 +3,7 @@
 import contextlib
 import random
 import socket
+import ssl
 import time
 from collections.abc import Iterator
 
@@ -36,7 +37,8 @@ from forebay.store.wire.messages import (
     Tier,
     Write,
 )
-from tests.store.store_cluster import Cluster, cluster, wait_for
+from forebay.store.wire.tls import client_context
+from tests.store.store_cluster import CERTIFICATE, Cluster, cluster, wait_for
 
 GOLDEN: list[tuple[Message, str]] = [
     (Exists(1, [b"k"]), "010000000d000000000000000000000093a64578697374730191c4016b"),
@@ -136,13 +138,13 @@ def test_the_challenge_binds_tenant_role_and_both_nonces() -> None:
 # ---------------------------------------------------------------------------------------------- hostile peers
 
 
-@pytest.fixture(scope="module")
-def nodes() -> Iterator[Cluster]:
+@pytest.fixture(scope="module", params=["tcp", "tls"])
+def nodes(request: pytest.FixtureRequest) -> Iterator[Cluster]:
     patch = pytest.MonkeyPatch()
     patch.setattr(connection, "OPENING_S", 0.5)
     patch.setattr(connection, "FRAME_S", 0.5)
     patch.setattr(connection, "FRAME_BYTES_PER_S", 1 << 40)
-    with cluster() as one:
+    with cluster(tls=request.param == "tls") as one:
         one.holder()
         yield one
     patch.undo()
@@ -153,9 +155,14 @@ def port(request: pytest.FixtureRequest, nodes: Cluster) -> int:
     return nodes.address.port if request.param == "master" else nodes.holders[0].address.port
 
 
-def opened(port: int) -> socket.socket:
-    """A connection that has introduced itself well."""
+def connected(nodes: Cluster, port: int) -> socket.socket:
     sock = socket.create_connection(("127.0.0.1", port), 5)
+    return client_context(CERTIFICATE).wrap_socket(sock, server_hostname="127.0.0.1") if nodes.tls else sock
+
+
+def opened(nodes: Cluster, port: int) -> socket.socket:
+    """A connection that has introduced itself well."""
+    sock = connected(nodes, port)
     challenge = _next(sock)
     assert isinstance(challenge, Challenge)
     sock.sendall(encode(auth.hello(challenge, Role.CLIENT, "default", b"")))
@@ -181,7 +188,7 @@ def is_dropped(sock: socket.socket, timeout_s: float = 10.0) -> bool:
         while sock.recv(4096):
             pass
         return True
-    except ConnectionError:
+    except (ConnectionError, ssl.SSLError):
         return True
     except TimeoutError:
         return False
@@ -208,7 +215,7 @@ HOSTILE = {
 def test_a_hostile_frame_drops_that_peer_and_nothing_else(nodes: Cluster, port: int, name: str) -> None:
     good = nodes.client(allow_local=False)
     assert good.put(name.encode(), b"value") in (Status.OK, Status.EXISTS)
-    sock = opened(port)
+    sock = opened(nodes, port)
     sock.sendall(HOSTILE[name])
     sock.settimeout(5)
     assert is_dropped(sock)
@@ -217,15 +224,15 @@ def test_a_hostile_frame_drops_that_peer_and_nothing_else(nodes: Cluster, port: 
 
 def test_bytes_before_the_opening_are_refused(nodes: Cluster, port: int) -> None:
     for data in (encode(Exists(1, [b"k"])), PREFIX.pack(1, 0, 0, 5000, 0), b"\0" * 64):
-        sock = socket.create_connection(("127.0.0.1", port), 5)
+        sock = connected(nodes, port)
         sock.sendall(data)
         assert is_dropped(sock)
 
 
 def test_slow_peers_are_dropped_at_every_stage(nodes: Cluster, port: int) -> None:
     """Slow-loris: one byte now and then does not buy more time."""
-    silent = socket.create_connection(("127.0.0.1", port), 5)
-    slow = opened(port)
+    silent = connected(nodes, port)
+    slow = opened(nodes, port)
     slow.settimeout(0.1)
     begun = time.monotonic()
     with contextlib.suppress(ConnectionError):
@@ -245,7 +252,7 @@ def test_a_writer_that_stops_half_way_is_dropped_and_its_range_is_not_readable(n
     with channel_pool.lease(time.monotonic() + 5) as master:
         granted = master.ask(PutStart(master.new_call(), [b"half"], [1000]), frames.decode_master_to_client, time.monotonic() + 5)
         room = granted.grants[0].rooms[0]  # type: ignore[union-attr]
-        sock = opened(holder.address.port)
+        sock = opened(nodes, holder.address.port)
         piece = Piece(b"half", granted.grants[0].generation, room.offset, 1000, 0, room.token)  # type: ignore[union-attr]
         sock.sendall(encode(Write(1, [piece]), 1000) + b"x" * 500)
         wait_for(lambda: holder.memory.of("default", b"half"))
@@ -259,7 +266,7 @@ def test_a_stranger_cannot_write_without_the_masters_token_nor_read_what_is_not_
     client = nodes.client("victim", allow_local=False)
     client.put(b"secret", b"s" * 1000)
     entry = holder.memory.of("victim", b"secret")[0]
-    sock = opened(holder.address.port)
+    sock = opened(nodes, holder.address.port)
     piece = Piece(b"secret", entry.generation + 1, entry.offset, 1000, 0, b"12345678")
     sock.sendall(encode(Write(1, [piece]), 1000) + b"x" * 1000)
     prefix = read_prefix(_exactly(sock, PREFIX.size))
@@ -273,7 +280,7 @@ def test_a_stranger_cannot_write_without_the_masters_token_nor_read_what_is_not_
 
 
 def test_an_optional_frame_of_the_future_is_skipped(nodes: Cluster) -> None:
-    sock = opened(nodes.holders[0].address.port)
+    sock = opened(nodes, nodes.holders[0].address.port)
     body = b"\x92\xa6Future\x01"
     sock.sendall(PREFIX.pack(1, frames.OPTIONAL, 0, len(body), 0) + body + encode(ReadMemory(3, [])))
     prefix = read_prefix(_exactly(sock, PREFIX.size))
@@ -288,7 +295,7 @@ def test_random_streams_harm_nobody(nodes: Cluster, port: int, seed: int) -> Non
     assert good.put(b"still", b"here") in (Status.OK, Status.EXISTS)
     base = [encode(message) for message, _ in GOLDEN]
     for _ in range(60):
-        sock = opened(port)
+        sock = opened(nodes, port)
         data = bytearray(b"".join(random_.choices(base, k=3)))
         for _ in range(random_.randrange(6)):
             data[random_.randrange(len(data))] = random_.randrange(256)

@@ -11,11 +11,12 @@ from forebay.store.backends.embedded import DEFAULT_DRAM, DEFAULT_SSD, EmbeddedS
 from forebay.store.backends.forebay import ForebayStore
 from forebay.store.client.prefetcher import PrefetchOptions
 from forebay.store.client.store import StoreClient
+from forebay.store.wire.tls import TlsError
 
 DEFAULT_FILE_BYTES = 8 << 30
 DEFAULT_FREE_BYTES = 1 << 30
 _SHIFTS = {None: 0, "Ki": 10, "Mi": 20, "Gi": 30, "Ti": 40}
-_FORMS = "embedded[:DIR], forebay://HOST:PORT, file:DIR or none"
+_FORMS = "embedded[:DIR], forebay://HOST:PORT, forebay+tls://HOST:PORT, file:DIR or none"
 
 
 class StoreURLError(ValueError):
@@ -35,9 +36,9 @@ def open_store(url: str, tenant: str = "default", secret: str | Path | None = No
         if name.startswith("file:"):
             sizes = _sizes(query, {"size": DEFAULT_FILE_BYTES, "free": DEFAULT_FREE_BYTES})
             return DirectoryStore(Path(name.removeprefix("file:")), sizes["size"], sizes["free"])
-        if name.startswith("forebay://") and not query:
-            return ForebayStore(StoreClient.connect(name, tenant, secret, prefetch=PrefetchOptions(enabled=True)))
-    except (AddressError, OSError) as error:
+        if name.startswith(("forebay://", "forebay+tls://")):
+            return ForebayStore(StoreClient.connect(url, tenant, secret, prefetch=PrefetchOptions(enabled=True)))
+    except (AddressError, TlsError, OSError) as error:
         raise StoreURLError(f"store {url!r}: {error}; allowed: {_FORMS}; --store none does without") from error
     raise StoreURLError(f"{url!r} is no store; allowed: {_FORMS}")
 

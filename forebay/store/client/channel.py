@@ -1,10 +1,11 @@
-"""One blocking connection of a client: frames out, frames in, payload straight into the caller's buffers.
+"""One blocking connection of a client, plain or inside TLS: frames out, frames in, payload straight into the caller's buffers.
 
 Deadlines are the kernel's (SO_RCVTIMEO, SO_SNDTIMEO) on a blocking socket, set anew before each wait: so a large receive is one
 system call, and the GIL is released throughout.
 """
 
 import socket
+import ssl
 import struct
 import time
 from collections.abc import Sequence
@@ -42,8 +43,8 @@ class Channel:
         self._timeouts = (0.0, 0.0)
         self.epoch = 0
 
-    @classmethod
-    def connect(cls, address: Address, tenant: str, secret: bytes, deadline: float) -> "Channel":
+    @staticmethod
+    def connect(address: Address, tenant: str, secret: bytes, deadline: float, tls: ssl.SSLContext | None = None) -> "Channel":
         """Raises ``ChannelError``, ``TimeoutError``."""
         try:
             connected = socket.create_connection((address.host, address.port), max(0.001, deadline - time.monotonic()))
@@ -52,7 +53,7 @@ class Channel:
         except OSError as error:
             raise ChannelError(f"{address}: {error.strerror or error}") from error
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        channel = cls(connected)
+        channel = Channel(connected) if tls is None else TlsChannel.wrap(connected, address, tls, deadline)
         try:
             channel.open(tenant, secret, deadline)
         except BaseException:
@@ -96,7 +97,7 @@ class Channel:
         try:
             while pending:
                 self._set_timeout(deadline, send=True)
-                sent = self._socket.sendmsg(pending[:_IOV_MAX])
+                sent = self._transmit(pending)
                 while pending and sent >= len(pending[0]):
                     sent -= len(pending.pop(0))
                 if sent:
@@ -164,7 +165,7 @@ class Channel:
     def _receive(self, into: memoryview, deadline: float, flags: int) -> int:
         try:
             self._set_timeout(deadline, send=False)
-            count = self._socket.recv_into(into, 0, flags)
+            count = self._take(into, flags)
         except BlockingIOError as error:
             raise TimeoutError("no answer in time") from error
         except TimeoutError:
@@ -174,6 +175,13 @@ class Channel:
         if count == 0:
             raise ChannelError("the peer closed the connection")
         return count
+
+    def _transmit(self, pending: list[memoryview]) -> int:
+        """Send some of what is pending, in order; how many bytes."""
+        return self._socket.sendmsg(pending[:_IOV_MAX])
+
+    def _take(self, into: memoryview, flags: int) -> int:
+        return self._socket.recv_into(into, 0, flags)
 
     def _set_timeout(self, deadline: float, *, send: bool) -> None:
         """Raises ``TimeoutError`` if there is no time left."""
@@ -187,3 +195,42 @@ class Channel:
         option = socket.SO_SNDTIMEO if send else socket.SO_RCVTIMEO
         self._socket.setsockopt(socket.SOL_SOCKET, option, _TIMEVAL.pack(micros // 1_000_000, micros % 1_000_000))
         self._timeouts = (self._timeouts[0], left) if send else (left, self._timeouts[1])
+
+
+class TlsChannel(Channel):
+    """The same inside TLS, where there is neither gathering nor waiting for all, and deadlines are Python's."""
+
+    @staticmethod
+    def wrap(connected: socket.socket, address: Address, tls: ssl.SSLContext, deadline: float) -> "TlsChannel":
+        """Shake hands. Raises ``ChannelError``, ``TimeoutError``; ``connected`` is closed then."""
+        try:
+            connected.settimeout(max(0.001, deadline - time.monotonic()))
+            return TlsChannel(tls.wrap_socket(connected, server_hostname=address.host))
+        except TimeoutError:
+            connected.close()
+            raise
+        except (OSError, ValueError) as error:
+            connected.close()
+            raise ChannelError(f"{address}: TLS: {error}") from error
+
+    def is_stale(self) -> bool:
+        self._socket.settimeout(0)
+        try:
+            socket.socket.recv(self._socket, 1, socket.MSG_PEEK | socket.MSG_DONTWAIT)  # of the bytes below TLS
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+        return True
+
+    def _transmit(self, pending: list[memoryview]) -> int:
+        return self._socket.send(pending[0])
+
+    def _take(self, into: memoryview, flags: int) -> int:
+        return self._socket.recv_into(into)
+
+    def _set_timeout(self, deadline: float, *, send: bool) -> None:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("no time left")
+        self._socket.settimeout(left)

@@ -8,6 +8,7 @@ import fcntl
 import mmap
 import os
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -147,11 +148,11 @@ class LocalChannel(Channel):
 class HolderPeer:
     """One incarnation of one holder. ``segment`` is set if its memory is mapped here."""
 
-    def __init__(self, entry: HolderEntry, tenant: str, secret: bytes, *, local: bool) -> None:
+    def __init__(self, entry: HolderEntry, tenant: str, secret: bytes, tls: ssl.SSLContext | None, *, local: bool) -> None:
         self.entry = entry
         self.number = entry.number
         self.segment: MappedSegment | None = None
-        self._tenant, self._secret = tenant, secret
+        self._tenant, self._secret, self._tls = tenant, secret, tls
         self._lock = threading.Lock()
         self._door_open = local
         self.pool = Pool(self._connect)
@@ -180,14 +181,16 @@ class HolderPeer:
                     if self.segment is None:
                         self.segment = channel.take_segment()
                 return channel
-        return Channel.connect(Address(self.entry.host, self.entry.port), self._tenant, self._secret, deadline)
+        return Channel.connect(Address(self.entry.host, self.entry.port), self._tenant, self._secret, deadline, self._tls)
 
 
 class Holders:
     """The holders of one master, by number. ``ask`` fetches the master's table."""
 
-    def __init__(self, tenant: str, secret: bytes, ask: Callable[[float], HolderTable], *, allow_local: bool) -> None:
-        self._tenant, self._secret, self._ask = tenant, secret, ask
+    def __init__(
+        self, tenant: str, secret: bytes, tls: ssl.SSLContext | None, ask: Callable[[float], HolderTable], *, allow_local: bool
+    ) -> None:
+        self._tenant, self._secret, self._tls, self._ask = tenant, secret, tls, ask
         self._machine = this_machine() if allow_local else ""
         self._lock = threading.Lock()
         self._peers: dict[int, HolderPeer] = {}
@@ -228,7 +231,7 @@ class Holders:
                 if peer is not None:
                     stale.append(peer)
                 local = bool(entry.unix) and entry.machine == self._machine
-                peers[entry.number] = HolderPeer(entry, self._tenant, self._secret, local=local)
+                peers[entry.number] = HolderPeer(entry, self._tenant, self._secret, self._tls, local=local)
             self._epoch, self._peers = table.epoch, peers
         for peer in stale:
             peer.close()

@@ -4,6 +4,7 @@ Thread-safe: connections are leased per call, and copies run without the GIL.
 """
 
 import ctypes
+import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -13,7 +14,7 @@ from typing import Self, TypeAlias, TypeVar
 
 from typing_extensions import Buffer
 
-from forebay.store.address import Address, AddressError, parse_masters
+from forebay.store.address import Address, AddressError, StoreUrl
 from forebay.store.backend import Status
 from forebay.store.client.channel import Bytes, Channel, ChannelError
 from forebay.store.client.gets import Reader, Want, locate
@@ -46,6 +47,7 @@ from forebay.store.wire.messages import (
     StoreStats,
     Tier,
 )
+from forebay.store.wire.tls import client_context
 
 GET_BATCH_BYTES = 256 << 20
 STALE_FOR_S = 2.0
@@ -78,11 +80,12 @@ class StoreClient:
         timeout_s: float = 5.0,
         allow_local: bool = True,
         prefetch: PrefetchOptions | None = None,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
         self.timeout_s = timeout_s
         self.prefetcher = Prefetcher(prefetch or PrefetchOptions(), self._query, self._delegate)
-        self._master = Pool(lambda deadline: Channel.connect(master, tenant, secret, deadline))
-        self._holders = Holders(tenant, secret, self._ask_holders, allow_local=allow_local)
+        self._master = Pool(lambda deadline: Channel.connect(master, tenant, secret, deadline, tls))
+        self._holders = Holders(tenant, secret, tls, self._ask_holders, allow_local=allow_local)
         self._stale: dict[bytes, float] = {}
         self._stale_lock = threading.Lock()
 
@@ -97,24 +100,26 @@ class StoreClient:
         allow_local: bool = True,
         prefetch: PrefetchOptions | None = None,
     ) -> Self:
-        """A client of ``forebay://HOST:PORT``. ``secret``: the tenant's, or the path of a secret file. ``timeout_s`` bounds each
-        call. ``allow_local`` False: never map a holder's memory, use TCP as from another machine. ``prefetch``: what probes with the
-        hint do; nothing by default.
+        """A client of ``forebay://HOST:PORT``, or of ``forebay+tls://HOST:PORT[?ca=FILE]`` for TLS wherever TCP is used.
 
-        Raises ``AddressError`` for a bad URL and ``ConnectionError`` if no master answers there.
+        ``secret``: the tenant's, or the path of a secret file. ``timeout_s`` bounds each call. ``allow_local`` False: never map a
+        holder's memory, use TCP as from another machine. ``prefetch``: what probes with the hint do; nothing by default.
+
+        Raises ``AddressError`` for a bad URL, ``TlsError`` for a bad ``ca``, and ``ConnectionError`` if no master answers there.
         """
-        masters = parse_masters(url)
-        if len(masters) > 1:
-            raise AddressError(f"{url!r} names {len(masters)} masters; one is supported so far")
+        where = StoreUrl.parse(url)
+        if len(where.masters) > 1:
+            raise AddressError(f"{url!r} names {len(where.masters)} masters; one is supported so far")
         if isinstance(secret, Path):
             secret = auth.Secrets.read(secret).of(tenant)
         client = cls(
-            masters[0],
+            where.masters[0],
             tenant,
             secret.encode() if isinstance(secret, str) else secret or b"",
             timeout_s=timeout_s,
             allow_local=allow_local,
             prefetch=prefetch,
+            tls=client_context(where.ca) if where.tls else None,
         )
         try:
             client._holders.refresh(time.monotonic() + timeout_s)

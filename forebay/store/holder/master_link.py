@@ -7,6 +7,7 @@ before it hears that it is durable.
 import asyncio
 import contextlib
 import itertools
+import ssl
 from collections.abc import Iterable
 from typing import Protocol, TypeVar
 
@@ -58,10 +59,11 @@ class LinkOwner(Protocol):
 class MasterLink:
     """``run()`` until cancelled. ``send`` drops what is said while there is no master: the next inventory says it all."""
 
-    def __init__(self, master: Address, secret: bytes, owner: LinkOwner) -> None:
+    def __init__(self, master: Address, secret: bytes, owner: LinkOwner, tls: ssl.SSLContext | None = None) -> None:
         self._master = master
         self._secret = secret
         self._owner = owner
+        self._tls = tls
         self._writer: asyncio.StreamWriter | None = None
         self._opening: asyncio.StreamWriter | None = None
         self._held_back: list[HolderToMaster] | None = None
@@ -118,7 +120,7 @@ class MasterLink:
 
     async def _serve(self) -> None:
         async with asyncio.timeout(CONNECT_S):
-            reader, writer = await asyncio.open_connection(self._master.host, self._master.port)
+            reader, writer = await asyncio.open_connection(self._master.host, self._master.port, ssl=self._tls)
             self._opening = writer
             await self._open(reader, writer)
         self._writer, self._held_back = writer, []

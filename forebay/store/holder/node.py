@@ -9,6 +9,7 @@ It serves only while it is registered and its loop has not stood still for longe
 import asyncio
 import contextlib
 import secrets as random_bytes
+import ssl
 import time
 import uuid
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ from forebay.store.holder.reads import LogReads
 from forebay.store.holder.segment import Segment
 from forebay.store.holder.writer import Append, BuryJob, ForgetJob, Fsync, LogWriter, Report
 from forebay.store.wire import auth
-from forebay.store.wire.connection import Connection, watch
+from forebay.store.wire.connection import Connection, listen, watch
 from forebay.store.wire.messages import (
     Beat,
     Buried,
@@ -58,7 +59,8 @@ class HolderError(Exception):
 
 @dataclass(frozen=True)
 class HolderConfig:
-    """``dram`` and ``ssd_bytes`` in bytes. ``ssd``: directory of the log, None for DRAM only."""
+    """``dram`` and ``ssd_bytes`` in bytes. ``ssd``: directory of the log, None for DRAM only. ``tls``: for those who connect to it,
+    ``master_tls``: for its connection to the master; both or neither, since clients use TLS for all or for nothing."""
 
     master: Address
     listen: Address
@@ -66,6 +68,8 @@ class HolderConfig:
     ssd: Path | None = None
     ssd_bytes: int = 0
     fsync: Fsync = Fsync.BATCH
+    tls: ssl.SSLContext | None = None
+    master_tls: ssl.SSLContext | None = None
 
 
 class Holder:
@@ -104,19 +108,24 @@ class Holder:
         """Raises ``HolderError``, ``SegmentError`` or ``OSError``."""
         if self.address.host in ("", "0.0.0.0", "::"):
             raise HolderError(f"--listen {self.address}: clients are told this address; give one that they can reach")
+        if (self.config.tls is None) != (self.config.master_tls is None):
+            raise HolderError(
+                "clients use TLS for the master and its holders or for neither: give --master forebay+tls://... and "
+                "--tls-cert and --tls-key, or none of them"
+            )
         loop = self._loop = asyncio.get_running_loop()
         self.name = uuid.uuid4().hex
         if self.config.ssd is not None:
             await loop.run_in_executor(None, self._open_log, self.config.ssd)
         self.segment = await loop.run_in_executor(None, Segment, self.config.dram)
         self.memory = Memory(self.segment)
-        self._link = MasterLink(self.config.master, self._secrets.of(auth.HOLDER_TENANT), self)
+        self._link = MasterLink(self.config.master, self._secrets.of(auth.HOLDER_TENANT), self, self.config.master_tls)
         if self.log is not None:
             self._writer = LogWriter(self.log, self.config.fsync, self._report)
             self._reads = LogReads(self.log, lambda entry: self._link.send(Dropped([entry])))
             self._promoter = Promoter(self.memory, self.segment, self._reads, self._link, self)
         self.data = DataServer(self, self._reads, self._promoter, self._secrets)
-        self._server = await loop.create_server(self._accept, self.address.host, self.address.port, backlog=1024)
+        self._server = await listen(self._accept, self.address, self.config.tls)
         self.address = Address(self.address.host, self._server.sockets[0].getsockname()[1])
         if self._secrets.tenants <= 1:
             self._door = Door(self.data, self.segment, self._secrets, self._connections)

@@ -6,6 +6,7 @@ One thread, no locks: whatever a message needs, it gets in one step. Effects go 
 import asyncio
 import contextlib
 import secrets as random_bytes
+import ssl
 import time
 from collections.abc import Sequence
 
@@ -13,7 +14,7 @@ from forebay.store.address import Address
 from forebay.store.master.machine import Connected, Disconnected, Event, FromClient, FromHolder, Master, Ticked
 from forebay.store.master.records import Close, MasterConfig
 from forebay.store.wire import auth
-from forebay.store.wire.connection import Connection, watch
+from forebay.store.wire.connection import Connection, listen, watch
 from forebay.store.wire.frames import (
     FrameError,
     Prefix,
@@ -30,9 +31,12 @@ MAX_CONNECTIONS = 10_000
 class MasterServer:
     """``await start()``, then it serves until ``await stop()``. ``address`` has the real port after the start."""
 
-    def __init__(self, config: MasterConfig, listen: Address, secrets: auth.Secrets | None = None) -> None:
+    def __init__(
+        self, config: MasterConfig, listen: Address, secrets: auth.Secrets | None = None, tls: ssl.SSLContext | None = None
+    ) -> None:
         self.address = listen
         self._secrets = secrets or auth.Secrets()
+        self._tls = tls
         wall_ms = time.time_ns() // 1_000_000
         self.machine = Master(
             config,
@@ -48,8 +52,7 @@ class MasterServer:
 
     async def start(self) -> None:
         """Raises ``OSError`` if the address cannot be listened on."""
-        loop = asyncio.get_running_loop()
-        self._server = await loop.create_server(self._accept, self.address.host, self.address.port, backlog=1024)
+        self._server = await listen(self._accept, self.address, self._tls)
         self.address = Address(self.address.host, self._server.sockets[0].getsockname()[1])
         self._tasks = [asyncio.create_task(self._tick()), asyncio.create_task(watch(self._connections))]
 

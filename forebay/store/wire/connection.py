@@ -8,10 +8,12 @@ second per MiB, not reading answers for 30 s. While it does not read, it is not 
 """
 
 import asyncio
+import ssl
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from forebay.store.address import Address
 from forebay.store.wire import auth
 from forebay.store.wire.frames import (
     MAX_BODY_BYTES,
@@ -259,6 +261,20 @@ class Connection(asyncio.BufferedProtocol):
 
     def _allow(self, count: int) -> None:
         self._deadline = time.monotonic() + FRAME_S + count / FRAME_BYTES_PER_S
+
+
+async def listen(accept: Callable[[], Connection], address: Address, tls: ssl.SSLContext | None) -> asyncio.Server:
+    """Serve connections at ``address``, inside TLS if ``tls`` is given. Raises ``OSError``."""
+    limit_s = None if tls is None else OPENING_S
+    return await asyncio.get_running_loop().create_server(
+        accept,
+        address.host,
+        address.port,
+        backlog=1024,
+        ssl=tls,
+        ssl_handshake_timeout=limit_s,
+        ssl_shutdown_timeout=limit_s,
+    )
 
 
 async def watch(registry: dict[int, Connection], every_s: float = 1.0) -> None:
