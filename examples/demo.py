@@ -125,16 +125,12 @@ def wait_ready(process: subprocess.Popen[str], console: Console) -> str:
 
 def wait_stored(url: str) -> None:
     """Until what was computed has reached the store: it gets there behind the answers, and nobody waits for it but this demo."""
-    stored = -1.0
     deadline = time.monotonic() + 20
     while time.monotonic() < deadline:
-        with urllib.request.urlopen(f"{url}/metrics") as answer:
-            found = re.search(r"^forebay_stored_pages_total (\S+)$", answer.read().decode(), re.MULTILINE)
-        now = float(found[1]) if found else 0.0
-        if now and now == stored:
-            return
-        stored = now
-        time.sleep(0.5)
+        with urllib.request.urlopen(f"{url}/cache") as answer:
+            if not json.load(answer)["tiers"]["store"]["writing"]:
+                return
+        time.sleep(0.2)
 
 
 def ask(

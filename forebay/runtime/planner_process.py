@@ -74,6 +74,7 @@ class PlannerProcess:
         self._store_flushes = StoreFlushes()
         self._answered = os.eventfd(0, os.EFD_NONBLOCK)
         self._snapshot_due = 0.0
+        self._said_writing = False
         self._turned_at = time.monotonic()
         self._stopping = False
         self._rings = Rings(ring_names(worker.pp * worker.tp), boot.ring_fds)
@@ -144,7 +145,8 @@ class PlannerProcess:
             if effects.plan is None and not events:
                 break
         self._tend_store(now)
-        if now >= self._snapshot_due:
+        # Whoever has an answer and asks what is still being written is told of its pages.
+        if now >= self._snapshot_due or self._is_writing != self._said_writing:
             self._send_snapshot(now)
 
     def _drain(self, now: float) -> list[Event]:
@@ -266,6 +268,7 @@ class PlannerProcess:
 
     def _send_snapshot(self, now: float) -> None:
         self._snapshot_due = now + SNAPSHOT_S
+        self._said_writing = self._is_writing
         snapshot, store = self._planner.snapshot(), StoreState()
         if self._store is not None:
             snapshot = msgspec.structs.replace(snapshot, store=self._store_view.fold(self._store.health))

@@ -42,12 +42,10 @@ class ArmServer:
     def drain(self) -> None:
         """Until nothing runs and everything computed has reached the store. Raises ``TtftError`` if that takes too long."""
         deadline = time.monotonic() + DRAIN_S
-        quiet = 0
-        while quiet < 2:  # a page counts as on its way only once its forward pass is over
+        while self.client.get("/cache")["tiers"]["store"]["writing"]:
             if time.monotonic() > deadline:
                 raise TtftError(f"{self.arm.name}: pages have been on their way to the store for more than {DRAIN_S:.0f} s")
             time.sleep(LOOK_S)
-            quiet = 0 if self.client.get("/cache")["tiers"]["store"]["writing"] else quiet + 1
 
     def flush(self, tiers: Sequence[str]) -> None:
         self.client.post("/cache/flush", {"tiers": list(tiers), "timeout_s": FLUSH_S})
