@@ -11,6 +11,7 @@ from forebay.store.wire.messages import (
     AskStats,
     Beat,
     Buried,
+    Bury,
     Codes,
     Count,
     Dropped,
@@ -18,6 +19,7 @@ from forebay.store.wire.messages import (
     Get,
     Granted,
     HeldSsd,
+    Inventory,
     KeyPage,
     ListKeys,
     Located,
@@ -343,6 +345,42 @@ def test_a_holder_that_a_restarted_master_never_saw_is_told_of_removals_too() ->
     assert isinstance(removed, Codes) and removed.codes[0] == OK and [grave.behalf for grave in live.graves] == ["away"]
     world.holder(away)
     assert exists(world, client, b"k") == [NOT_FOUND] and away.ssd == {} and live.graves == []
+
+
+def test_a_put_that_was_given_up_while_its_holder_was_away_does_not_take_the_older_object_with_it() -> None:
+    """Found by the simulator: the returned holder was told to bury everything up to that put."""
+    world = World()
+    holder, _ = world.holder(FakeHolder("h")), world.holder(FakeHolder("keeper", memory_bytes=64))
+    client = world.client()
+    assert put(world, client, b"k") == OK
+    (older,) = holder.ssd
+    granted = world.call(client, PutStart(1, [b"k"], [2 * PAGE]))
+    assert isinstance(granted, Granted)
+    generation = world.write(granted, 0, "default", b"k", 2 * PAGE)
+    world.lose(holder.session)
+    ended = world.call(client, PutEnd(2, [b"k"], [generation], [()]))
+    assert isinstance(ended, Codes) and ended.codes[0] == UNAVAILABLE
+    world.holder(holder)
+    assert exists(world, client, b"k") == [OK] and get(world, client, b"k").places[0].length == PAGE
+    assert list(holder.ssd) == [older]
+
+
+def test_a_removal_between_a_holders_registration_and_its_inventory_counts_against_that_inventory() -> None:
+    """Found by the simulator: the inventory was sent before the removal arrived, and brought the key back; a put then said EXISTS."""
+    world = World()
+    holder, client = world.holder(FakeHolder("h")), world.client()
+    assert put(world, client, b"k") == OK
+    memory, ssd = list(holder.memory.values()), list(holder.ssd.values())
+    world.lose(holder.session)
+    session = world.client("@holder")
+    world.step(FromHolder(session, Register("h", "a", "127.0.0.1", 1, "", "here", 1 << 20, 1 << 30, 1, [])))
+    world.ask(client, Remove(1, [b"k"]))
+    (bury,) = (message for message in world.inbox[session] if isinstance(message, Bury))
+    world.step(FromHolder(session, Inventory(0, memory, ssd, [], True)))
+    assert exists(world, client, b"k") == [NOT_FOUND]
+    world.step(FromHolder(session, Buried(bury.op)))
+    granted = world.call(client, PutStart(2, [b"k"], [PAGE]))
+    assert isinstance(granted, Granted) and granted.grants[0].code == OK, "not EXISTS: it is gone"
 
 
 def test_remove_with_nobody_to_keep_the_tombstone_says_unavailable() -> None:

@@ -247,7 +247,7 @@ HUNT = settings(max_examples=1000, stateful_step_count=40, deadline=None, derand
 
 @pytest.mark.slow
 def test_canary_a_master_that_forgets_tombstones_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(burial, "is_buried", lambda *_: False)
+    monkeypatch.setattr(burial.Deaths, "of", lambda *_: None)
     with pytest.raises(AssertionError):
         run_state_machine_as_test(MasterTwin, settings=HUNT)
 

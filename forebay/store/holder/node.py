@@ -89,6 +89,7 @@ class Holder:
         self._numbers = 0
         self._beaten = time.monotonic()
         self._kept_graves: list[Grave] = []  # without a log
+        self._burying: list[Bury] = []  # handed to the log's writer, and not yet logged
         self._receipts: dict[int, Receipt] = {}  # by id of entry
         self._was_broken = False
         self.failed = asyncio.Event()
@@ -259,7 +260,7 @@ class Holder:
         ]
         if self.log is None:
             return memory, [], list(self._kept_graves)
-        return memory, self.log.entries(), list(self.log.kept_graves)
+        return memory, not_being_buried(self.log.entries(), self._burying), list(self.log.kept_graves)
 
     def from_master(self, message: MasterToHolder) -> None:
         match message:
@@ -306,6 +307,7 @@ class Holder:
                     if covers(grave, entry.generation):
                         entry.buried = True
         if self._writer is not None:
+            self._burying.append(message)
             self._writer.submit(BuryJob(message.op, message.graves))
             return
         self._kept_graves += [grave for grave in message.graves if grave.behalf and grave not in self._kept_graves]
@@ -334,6 +336,7 @@ class Holder:
         if lost:
             self._link.send(Dropped(lost))
         for op in report.buried:
+            self._burying.remove(next(message for message in self._burying if message.op == op))
             self._link.send(Buried(op))
         if report.state == "ok" and self._was_broken:
             self._log_what_is_missing()
@@ -347,3 +350,16 @@ class Holder:
             logged = entry.logging or self.log.has(entry.tenant, entry.key, entry.generation)
             if entry.live and not entry.buried and not logged:
                 self.written(entry, None)
+
+
+def not_being_buried(held: list[HeldSsd], burying: list[Bury]) -> list[HeldSsd]:
+    """Records without those that will be gone as soon as the log has the removals that it was given: a master that came meanwhile must
+    not take them for alive, as it would never hear of their end."""
+    graves: dict[tuple[str, bytes], list[Grave]] = {}
+    for message in burying:
+        for grave in message.graves:
+            if not grave.behalf:
+                graves.setdefault((grave.tenant, grave.key), []).append(grave)
+    if not graves:
+        return held
+    return [one for one in held if not any(covers(grave, one.generation) for grave in graves.get((one.tenant, one.key), ()))]

@@ -79,10 +79,30 @@ def graves_against(state: State, holder: Holder) -> list[Grave]:
     return [grave for graves in state.graves.get(holder.register.name, {}).values() for grave in graves]
 
 
-def is_buried(state: State, holder: Holder, tenant: str, key: bytes, generation: int) -> bool:
-    """Whether a generation of ``key`` that ``holder`` brings back was removed while it was away."""
-    owed = state.graves.get(holder.register.name, {}).get((tenant, key), ())
-    return any(generation == grave.generation if grave.exact else generation <= grave.generation for grave in owed)
+class Deaths:
+    """What a holder may not bring back with a piece of its inventory: removed while it was away, or removed since it registered by a
+    message that it had not seen when it sent the piece."""
+
+    def __init__(self, state: State, holder: Holder) -> None:
+        self._owed = state.graves.get(holder.register.name, {})
+        self._under_way: dict[tuple[str, bytes], list[Grave]] = {}
+        for burial in state.burials.values():
+            for number, graves in burial.missing.values():
+                for grave in graves if number == holder.number else ():
+                    if not grave.behalf:
+                        self._under_way.setdefault((grave.tenant, grave.key), []).append(grave)
+
+    def of(self, tenant: str, key: bytes, generation: int) -> Grave | None:
+        """What the holder must be told to bury if that generation is dead; None if it is not.
+
+        A put that was given up is dead by itself (exact): what the key held before it lives on.
+        """
+        graves = (*self._owed.get((tenant, key), ()), *self._under_way.get((tenant, key), ()))
+        if any(not grave.exact and generation <= grave.generation for grave in graves):
+            return Grave(tenant, key, generation)
+        if any(grave.exact and generation == grave.generation for grave in graves):
+            return Grave(tenant, key, generation, True)
+        return None
 
 
 def learn(state: State, graves: list[Grave]) -> None:

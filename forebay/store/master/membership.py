@@ -73,13 +73,14 @@ def inventory(state: State, now: float, holder: Holder, message: Inventory) -> N
         if owing is not None and owing.complete:
             _deliver(state, now, owing)  # it came back before its keeper did
     digger = burial.Digger(state)
+    deaths = burial.Deaths(state, holder)
     refused: list[tuple[int, int]] = []
     pending = {replica.stamp for replica in space.unlisted(holder, state)}
     for entry in message.memory:
-        if not _take_memory(state, now, holder, entry, digger, pending):
+        if not _take_memory(state, now, holder, entry, digger, deaths, pending):
             refused.append((entry.offset, entry.stamp))
     for held in message.ssd:
-        _take_ssd(state, now, holder, held, digger)
+        _take_ssd(state, now, holder, held, digger, deaths)
     if refused:
         state.send(holder.session, Retire(refused))
     digger.send(holder.session, None, b"")
@@ -161,7 +162,9 @@ def _unlist_if_empty(object: Object) -> None:
         del object.tenant.objects[object.key]
 
 
-def _take_memory(state: State, now: float, holder: Holder, entry: HeldMemory, digger: burial.Digger, pending: set[int]) -> bool:
+def _take_memory(
+    state: State, now: float, holder: Holder, entry: HeldMemory, digger: burial.Digger, deaths: burial.Deaths, pending: set[int]
+) -> bool:
     """Confirm or adopt one object in memory; False if the holder is to retire it."""
     tenant = state.tenant(entry.tenant)
     known = tenant.objects.get(entry.key)
@@ -176,12 +179,12 @@ def _take_memory(state: State, now: float, holder: Holder, entry: HeldMemory, di
     if not holder.extents.reserve(entry.offset, size):
         return False
     until = now + state.config.lease_s + RESTART_GRACE_S
-    dead = entry.buried or burial.is_buried(state, holder, entry.tenant, entry.key, entry.generation)
+    death = deaths.of(entry.tenant, entry.key, entry.generation)
     newer = known is not None and known.generation > entry.generation
-    if dead or newer:
+    if entry.buried or death is not None or newer:
         _drain_stranger(holder, Object(tenant, entry.key, entry.generation, entry.length), entry, until)
         if not entry.buried:
-            digger.bury_at(holder, Grave(entry.tenant, entry.key, entry.generation))
+            digger.bury_at(holder, death or Grave(entry.tenant, entry.key, entry.generation))
         return True
     object = _adopt(state, now, tenant.name, entry.key, entry.generation, entry.length, digger)
     replica = MemoryReplica(object, holder, entry.offset, entry.stamp)
@@ -193,12 +196,12 @@ def _take_memory(state: State, now: float, holder: Holder, entry: HeldMemory, di
     return True
 
 
-def _take_ssd(state: State, now: float, holder: Holder, entry: HeldSsd, digger: burial.Digger) -> None:
+def _take_ssd(state: State, now: float, holder: Holder, entry: HeldSsd, digger: burial.Digger, deaths: burial.Deaths) -> None:
     tenant = state.tenant(entry.tenant)
     known = tenant.objects.get(entry.key)
-    dead = burial.is_buried(state, holder, entry.tenant, entry.key, entry.generation)
-    if dead or (known is not None and known.generation > entry.generation):
-        digger.bury_at(holder, Grave(entry.tenant, entry.key, entry.generation))
+    death = deaths.of(entry.tenant, entry.key, entry.generation)
+    if death is not None or (known is not None and known.generation > entry.generation):
+        digger.bury_at(holder, death or Grave(entry.tenant, entry.key, entry.generation))
         return
     put = tenant.pending.get(entry.key)
     if put is not None and put.object.generation == entry.generation:
@@ -254,9 +257,10 @@ def _deliver(state: State, now: float, holder: Holder) -> None:
     if not owed:
         return
     digger = burial.Digger(state)
+    deaths = burial.Deaths(state, holder)
     for grave in owed:
         known = state.tenant(grave.tenant).objects.get(grave.key)
-        if known is not None and burial.is_buried(state, holder, grave.tenant, grave.key, known.generation):
+        if known is not None and deaths.of(grave.tenant, grave.key, known.generation) is not None:
             digger.bury(known)
             puts.unlist(state, now, known)
         digger.bury_at(holder, replace(grave, behalf=""))
