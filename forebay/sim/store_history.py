@@ -1,0 +1,584 @@
+"""One history of the store: the real master, holders, writers and readers in virtual time, with faults drawn from the seed.
+
+    client --> channel --> Master.step --> channel --> client, holder        every connection may break, every process may die
+    client --> holder: a put's bytes; holder's memory --> client: header, bytes in two halves, header again
+
+Checked from outside: a get brings what the key names and nothing that was removed or replaced before it was asked for; leases have a
+reason (a get, a finished promotion, an inventory); a copy that the master believes in is there (durability); one key is not promoted
+again and again; and at the end everything that was acknowledged and logged is found, and nothing waits.
+"""
+
+import hashlib
+import random
+from collections import Counter, defaultdict
+from collections.abc import Callable, Container
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from forebay.sim.heap import Channel, EventHeap
+from forebay.sim.store_holder import LogKey, SimHolder
+from forebay.store.backend import Status
+from forebay.store.master.invariants import check
+from forebay.store.master.machine import Connected, Disconnected, Event, FromClient, FromHolder, Master, Ticked
+from forebay.store.master.membership import RESTART_GRACE_S
+from forebay.store.master.promotion import MAX_COMMIT_LEASE_S
+from forebay.store.master.records import LEASE_SLACK_S, Close, MasterConfig, Send
+from forebay.store.wire.messages import (
+    Codes,
+    Get,
+    Grant,
+    Granted,
+    HolderToMaster,
+    Inventory,
+    Located,
+    MasterToClient,
+    Persisted,
+    Place,
+    PromotionDone,
+    PutEnd,
+    PutStart,
+    Remove,
+    Spot,
+    Tier,
+)
+
+TENANT = "default"
+KEYS = [b"k%d" % index for index in range(10)]
+LENGTHS = (1000, 3000, 6000)
+TICK_S = 0.2
+BEAT_S = 0.5
+RECONNECT_S = 0.3
+SETTLE_S = 20.0
+FAULTS = (
+    "holder killed", "holder cut off", "master killed", "writer lost", "slow copies", "disk fails", "record evicted",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreOptions:
+    holders: int
+    capacity: int
+    replicas: int
+    operations: int
+    pace_s: float
+    delay_s: float
+    copy_s: float
+    log_delay_s: float
+    prefetch: bool
+    faults: tuple[str, ...]
+
+
+@dataclass(slots=True)
+class StoreReport:
+    steps: int = 0
+    met: Counter[str] = field(default_factory=Counter)
+
+
+def draw_store(randomness: random.Random) -> StoreOptions:
+    choice = randomness.choice
+    swarm = randomness.sample(FAULTS, randomness.randint(0, 3))
+    return StoreOptions(
+        holders=choice([1, 2, 3]),
+        capacity=choice([9_000, 20_000, 60_000]),
+        replicas=choice([1, 2]),
+        operations=randomness.randint(40, 120),
+        pace_s=choice([0.02, 0.2, 0.6]),
+        delay_s=choice([0.001, 0.02, 0.2]),
+        copy_s=choice([0.001, 0.05, 0.5]),
+        log_delay_s=choice([0.01, 0.3, 3.0]),
+        prefetch=choice([True, True, False]),
+        faults=tuple(kind for kind in swarm for _ in range(randomness.randint(1, 3))),
+    )
+
+
+def run_store_history(seed: int, options: StoreOptions | None = None) -> StoreReport:
+    """Run one history to its end. Raises ``AssertionError`` if anything it checks does not hold."""
+    return StoreHistory(seed, options).run()
+
+
+def value_of(key: bytes, length: int) -> bytes:
+    """Keys name their content: equal key and length, equal bytes."""
+    unit = hashlib.sha256(b"%s %d" % (key, length)).digest()
+    return (unit * (length // len(unit) + 1))[:length]
+
+
+class Peer:
+    """One connection: in order each way; what is under way when it breaks is lost."""
+
+    def __init__(self, heap: EventHeap, session: int, hear: Callable[..., None], lost: Callable[[], None]) -> None:
+        self.session = session
+        self.hear = hear
+        self.lost = lost
+        self.alive = True
+        self.up, self.down = Channel(heap), Channel(heap)
+
+
+class Oracle:
+    """What clients may and must see. An item is (key, length); ``put``: the newest generation that was offered of each."""
+
+    def __init__(self) -> None:
+        self.put: dict[tuple[bytes, int], int] = {}
+        self.dead: dict[tuple[bytes, int], float] = {}  # since when it was acknowledged as removed or replaced
+        self.stored_as: dict[tuple[bytes, int], int] = {}
+        self.unsure: set[bytes] = set()  # a put or a removal of it is under way, or its answer never came
+        self.acknowledged: dict[bytes, int] = {}
+
+    def offered(self, key: bytes, length: int, generation: int) -> None:
+        self.put[key, length] = generation
+        self.dead.pop((key, length), None)
+        self.unsure.add(key)
+
+    def stored(self, key: bytes, length: int, generation: int, now: float, alone: bool) -> None:
+        """``alone``: no other write or removal of the key was under way."""
+        self.acknowledged[key] = length
+        self.stored_as[key, length] = generation
+        if alone:
+            self.unsure.discard(key)
+        self._kill(key, generation - 1, now)
+
+    def removed(self, key: bytes, newest: int, now: float, alone: bool) -> None:
+        """``newest``: the highest generation of the key that was known to be stored when the removal was asked for."""
+        if alone:
+            self.acknowledged.pop(key, None)
+            self.unsure.discard(key)
+        self._kill(key, newest, now)
+
+    def newest(self, key: bytes) -> int:
+        """The highest generation of the key that is known to be stored."""
+        return max((generation for item, generation in self.stored_as.items() if item[0] == key), default=0)
+
+    def got(self, key: bytes, length: int, asked_at: float) -> None:
+        assert (key, length) in self.put, f"a get of {key!r} brought what nobody put"
+        died_at = self.dead.get((key, length))
+        assert died_at is None or died_at >= asked_at, f"{key!r} of {length} bytes was removed or replaced, and came back"
+
+    def _kill(self, key: bytes, newest: int, now: float) -> None:
+        for item, generation in self.put.items():
+            if item[0] == key and generation <= newest:
+                self.dead.setdefault(item, now)
+
+
+class StoreHistory:
+    """``partial``: the master has restarted while a holder was away, so what it kept may be missing or, removed, be seen again."""
+
+    def __init__(self, seed: int, options: StoreOptions | None = None) -> None:
+        self.random = random.Random(seed)
+        self.options = options if options is not None else draw_store(self.random)
+        self.heap = EventHeap()
+        self.report = StoreReport()
+        self.config = MasterConfig(
+            replicas=self.options.replicas, ssd_prefetch=self.options.prefetch, promotion_on_hit=self.options.prefetch,
+            prefetch_share=0.4, task_timeout_s=5.0,
+        )  # fmt: skip
+        self.epoch = 1
+        self.master: Master | None = Master(self.config, 0.0, epoch=1, secret=b"s")
+        self.oracle = Oracle()
+        self.partial = False
+        self.slow = 1.0
+        self._peers: dict[int, Peer] = {}
+        self._sessions = 0
+        self._calls: dict[int, Callable[[MasterToClient], None]] = {}
+        self._call = 0
+        self._puts = 0
+        self._writing: defaultdict[bytes, set[int]] = defaultdict(set)  # puts under way
+        self._leases: dict[bytes, float] = {}
+        self._over = False
+        self.holders = [
+            SimHolder(f"h{index}", self.heap, self.options.capacity, self.options.log_delay_s, self.options.copy_s)
+            for index in range(self.options.holders)
+        ]
+        self._links: dict[str, Peer] = {}
+        self._client: Peer | None = None
+
+    def run(self) -> StoreReport:
+        self._schedule()
+        for holder in self.holders:
+            self._join(holder)
+        self._connect_client()
+        self.heap.after(TICK_S, self._tick, weak=True)
+        self.heap.after(BEAT_S, self._beat, weak=True)
+        while len(self.heap):
+            self.heap.run_next()
+        self._check_end()
+        return self.report
+
+    def _schedule(self) -> None:
+        at = 1.0
+        for _ in range(self.options.operations):
+            at += self.random.uniform(0, 2 * self.options.pace_s)
+            self.heap.at(at, self._operate)
+        for kind in self.options.faults:
+            self.heap.at(self.random.uniform(1.0, at), lambda kind=kind: self._strike(kind))  # type: ignore[misc]
+        self.heap.at(at + SETTLE_S, self._audit)
+        self.heap.at(at + 2 * SETTLE_S, self._end)
+
+    # ------------------------------------------------------------------------------------------ the master and its connections
+
+    def _delay(self) -> float:
+        return self.random.uniform(self.options.delay_s / 10, self.options.delay_s)
+
+    def _step(self, event: Event) -> None:
+        master = self.master
+        if master is None:
+            return
+        self.report.steps += 1
+        self._excuse(master, event)
+        for effect in master.step(self.heap.now, event):
+            peer = self._peers.get(effect.session)
+            if peer is None:
+                continue
+            if isinstance(effect, Close):
+                self._break(peer)
+            else:
+                self._answer(peer, effect)
+        check(master.state)
+        self._check_leases(master)
+
+    def _answer(self, peer: Peer, effect: Send) -> None:
+        message = effect.message
+        peer.down.send(self._delay(), lambda: peer.hear(message) if peer.alive else None)
+
+    def _open(self, hear: Callable[..., None], lost: Callable[[], None], tenant: str) -> Peer:
+        self._sessions += 1
+        peer = Peer(self.heap, self._sessions, hear, lost)
+        self._peers[peer.session] = peer
+        peer.up.send(self._delay(), lambda: self._step(Connected(peer.session, tenant)) if peer.alive else None)
+        return peer
+
+    def _break(self, peer: Peer) -> None:
+        """Both ends notice."""
+        if not peer.alive:
+            return
+        peer.alive = False
+        session = peer.session
+
+        def noticed() -> None:
+            if self._peers.pop(session, None) is not None:
+                self._step(Disconnected(session))
+
+        self.heap.after(self._delay(), noticed)
+        peer.lost()
+
+    def _tick(self) -> None:
+        self._step(Ticked())
+        self.heap.after(TICK_S, self._tick, weak=True)
+
+    def _beat(self) -> None:
+        for holder in self.holders:
+            if holder.alive and holder.name in self._links:
+                holder.beat()
+        self.partial = self.partial and not all(holder.serving for holder in self.holders)
+        self.heap.after(BEAT_S, self._beat, weak=True)
+
+    # ------------------------------------------------------------------------------------------ holders
+
+    def _join(self, holder: SimHolder) -> None:
+        """Connect and register; again and again while there is no master."""
+        if not holder.alive or holder.name in self._links:
+            return
+        if self.master is None:
+            self.heap.after(RECONNECT_S, lambda: self._join(holder))
+            return
+
+        def lost() -> None:
+            self._links.pop(holder.name, None)
+            holder.lost_master()
+            self.heap.after(RECONNECT_S, lambda: self._join(holder))
+
+        peer = self._open(holder.hear, lost, "@holder")
+        self._links[holder.name] = peer
+
+        def send(message: HolderToMaster) -> None:
+            peer.up.send(self._delay(), lambda: self._from_holder(holder, peer, message))
+
+        holder.join(send)
+
+    def _from_holder(self, holder: SimHolder, peer: Peer, message: HolderToMaster) -> None:
+        if not peer.alive:
+            return
+        if isinstance(message, Persisted):
+            for entry in message.entries:
+                place = (entry.tenant, entry.key, entry.generation)
+                assert place in holder.log or place in holder.left_log, f"{place} is announced, and was never in the log"
+        self._step(FromHolder(peer.session, message))
+
+    # ------------------------------------------------------------------------------------------ clients
+
+    def _connect_client(self) -> None:
+        if self.master is None:
+            self.heap.after(RECONNECT_S, self._connect_client)
+            return
+
+        def lost() -> None:
+            self._client = None
+            self._calls.clear()
+            self._writing.clear()
+            self.heap.after(RECONNECT_S, self._connect_client)
+
+        def hear(message: MasterToClient) -> None:
+            waiter = self._calls.pop(message.call, None)
+            if waiter is not None:
+                waiter(message)
+
+        self._client = self._open(hear, lost, TENANT)
+
+    def _ask(self, make: Callable[[int], PutStart | PutEnd | Get | Remove], then: Callable[..., None]) -> None:
+        peer = self._client
+        if peer is None:
+            return
+        self._call += 1
+        self._calls[self._call] = then
+        message = make(self._call)
+        peer.up.send(self._delay(), lambda: self._step(FromClient(peer.session, message)) if peer.alive else None)
+
+    def _operate(self) -> None:
+        key = self.random.choice(KEYS)
+        kind = self.random.choice(["put", "put", "get", "get", "get", "remove", "probe"])
+        self.report.met[kind] += 1
+        match kind:
+            case "put":
+                self._put(key, self.random.choice(LENGTHS))
+            case "get":
+                self._get(key)
+            case "remove":
+                self._remove(key)
+            case _ if self.options.prefetch:
+                keys = self.random.sample(KEYS, 4)
+                for holder in self.holders:
+                    self.heap.after(self._delay(), lambda holder=holder: holder.prefetch(keys, TENANT))  # type: ignore[misc]
+
+    def _put(self, key: bytes, length: int) -> None:
+        if self._client is None:
+            return
+        self._puts += 1
+        number = self._puts
+        self._writing[key].add(number)
+
+        def granted(answer: Granted) -> None:
+            grant = answer.grants[0]
+            if grant.code == Status.OK:
+                self.oracle.offered(key, length, grant.generation)
+                self._write(key, length, grant, number)
+            else:
+                self.report.met[f"put {Status(grant.code).name}" if grant.code < 100 else "put AGAIN"] += 1
+                self._writing[key].discard(number)
+
+        self._ask(lambda call: PutStart(call, [key], [length]), granted)
+
+    def _write(self, key: bytes, length: int, grant: Grant, number: int) -> None:
+        """Send the bytes to each holder, then say where they are."""
+        value, entries = value_of(key, length), []
+        seconds = self.random.uniform(0, self.options.copy_s)
+        for room in grant.rooms:
+            holder = next((one for one in self.holders if one.number == room.holder and one.alive), None)
+            entry = holder.write(TENANT, key, grant.generation, room.offset, room.token, value, seconds) if holder else None
+            entries.append((room, entry))
+
+        def written() -> None:
+            good = tuple(room.holder for room, entry in entries if entry is not None and entry.live)
+            self._ask(lambda call: PutEnd(call, [key], [grant.generation], [good or (0,)]), ended)
+
+        def ended(answer: Codes) -> None:
+            self._writing[key].discard(number)
+            if answer.codes[0] == Status.OK:
+                self.report.met["put acknowledged"] += 1
+                self.oracle.stored(key, length, grant.generation, self.heap.now, alone=not self._writing[key])
+
+        self.heap.after(seconds + self._delay(), written)
+
+    def _get(self, key: bytes) -> None:
+        asked_at = self.heap.now
+
+        def located(answer: Located) -> None:
+            place = answer.places[0]
+            if place.code != Status.OK:
+                self.report.met["get missed"] += 1
+                return
+            self._read(key, place, place.spots[0], asked_at)
+
+        self._ask(lambda call: Get(call, [key]), located)
+
+    def _read(self, key: bytes, place: Place, spot: Spot, asked_at: float) -> None:
+        holder = next((one for one in self.holders if one.number == spot.holder), None)
+        if holder is None:
+            return
+        if spot.tier is Tier.SSD:
+            self._read_log(holder, key, place, asked_at)
+            return
+        segment, half = holder.segment, place.length // 2
+        deadline = asked_at + self.config.lease_s - LEASE_SLACK_S
+        if segment.header(spot.offset) != (spot.stamp, place.length, 1):
+            self.report.met["copy refused before"] += 1
+            return
+        first = segment.read(spot.offset, 0, half)
+
+        def finish() -> None:
+            if not self._still_good(segment.header(spot.offset), spot.stamp, place.length, deadline):
+                self.report.met["copy refused after"] += 1
+                return
+            self.report.met["got from memory"] += 1
+            self._seen(key, place.length, first + segment.read(spot.offset, half, place.length), asked_at)
+
+        self.heap.after(self.random.uniform(0, self.options.copy_s) * self.slow, finish)
+
+    def _still_good(self, header: tuple[int, int, int], stamp: int, length: int, deadline: float) -> bool:
+        """Rule S1: finished within the lease, or the range is still this object's."""
+        return self.heap.now <= deadline or header == (stamp, length, 1)
+
+    def _read_log(self, holder: SimHolder, key: bytes, place: Place, asked_at: float) -> None:
+        def finish() -> None:
+            if not (holder.alive and holder.serving) or holder.ssd_fails:
+                return
+            found = holder.log.get((TENANT, key, place.generation))
+            if found is None:
+                known = (TENANT, key, place.generation) in holder.left_log
+                assert known, f"{key!r} is listed on the SSD of {holder.name}, and never was there"
+                return
+            self.report.met["got from SSD"] += 1
+            self._seen(key, place.length, found, asked_at)
+
+        self.heap.after(self.random.uniform(0, self.options.copy_s), finish)
+
+    def _seen(self, key: bytes, length: int, found: bytes, asked_at: float) -> None:
+        assert found == value_of(key, length), f"a get of {key!r} brought other bytes"
+        if not self.partial:
+            self.oracle.got(key, length, asked_at)
+
+    def _remove(self, key: bytes) -> None:
+        newest = self.oracle.newest(key)
+        self._puts += 1
+        number = self._puts
+        self._writing[key].add(number)
+
+        def removed(answer: Codes) -> None:
+            self._writing[key].discard(number)
+            if answer.codes[0] == Status.OK:
+                self.report.met["removed"] += 1
+                self.oracle.removed(key, newest, self.heap.now, alone=not self._writing[key])
+
+        self.oracle.unsure.add(key)
+        self._ask(lambda call: Remove(call, [key]), removed)
+
+    # ------------------------------------------------------------------------------------------ faults
+
+    def _strike(self, kind: str) -> None:
+        self.report.met[kind] += 1
+        holder = self.random.choice(self.holders)
+        seconds = self.random.choice([0.5, 3.0, 8.0])
+        match kind:
+            case "holder killed":
+                self._kill_holder(holder, seconds)
+            case "holder cut off":
+                if holder.name in self._links:
+                    self._break(self._links[holder.name])
+            case "master killed":
+                self._kill_master(self.random.choice([0.1, 1.0]))
+            case "writer lost":
+                if self._client is not None:
+                    self._break(self._client)
+            case "slow copies":
+                self.slow = 20.0
+                self.heap.after(seconds, lambda: setattr(self, "slow", 1.0))
+            case "disk fails":
+                holder.ssd_fails = True
+                self.heap.after(seconds, holder.mend)
+            case "record evicted":
+                if holder.log:
+                    holder.drop_record(self.random.choice(list(holder.log)))
+
+    def _kill_holder(self, holder: SimHolder, seconds: float) -> None:
+        """kill -9; its log is kept, and it comes back."""
+        if not holder.alive:
+            return
+        holder.alive = False
+        self.partial |= self.master is None
+        link = self._links.get(holder.name)
+        if link is not None:
+            self._break(link)
+
+        def restart() -> None:
+            holder.start()
+            self._join(holder)
+
+        self.heap.after(seconds, restart)
+
+    def _kill_master(self, seconds: float) -> None:
+        if self.master is None:
+            return
+        self.master = None
+        self.partial = True
+        for peer in list(self._peers.values()):
+            peer.alive = False
+            del self._peers[peer.session]
+            peer.lost()
+
+        def restart() -> None:
+            self.epoch += 1
+            self.master = Master(self.config, self.heap.now, epoch=self.epoch, first_generation=self.epoch * 1_000_000, secret=b"s")
+
+        self.heap.after(seconds, restart)
+
+    # ------------------------------------------------------------------------------------------ checks
+
+    def _excuse(self, master: Master, event: Event) -> None:
+        """What may lease an object: a get, a promotion that has come to its end, and a holder's memory that is found again."""
+        now, lease_s = self.heap.now, self.config.lease_s
+        match event:
+            case FromClient(_, Get(_, keys)):
+                self._may_lease(keys, now + lease_s + LEASE_SLACK_S)
+            case FromHolder(_, PromotionDone(number, True)) if number in master.state.tasks:
+                self._may_lease([master.state.tasks[number].object.key], now + MAX_COMMIT_LEASE_S + LEASE_SLACK_S)
+            case FromHolder(_, Inventory(memory=memory)):
+                self._may_lease([held.key for held in memory], now + lease_s + RESTART_GRACE_S)
+
+    def _may_lease(self, keys: list[bytes], until: float) -> None:
+        self._leases |= {key: max(self._leases.get(key, 0.0), until) for key in keys}
+
+    def _check_leases(self, master: Master) -> None:
+        for tenant in master.state.tenants.values():
+            for key, found in tenant.objects.items():
+                excuse = self._leases.get(key, 0.0)
+                assert found.lease_until <= excuse + 1e-6, f"{key!r} is leased until {found.lease_until}, excused until {excuse}"
+
+    def _audit(self) -> None:
+        """Everything has healed: what the master believes in is there, and what was acknowledged and logged is found."""
+        master = self.master
+        assert master is not None
+        state = master.state
+        for holder in self.holders:
+            assert holder.serving, f"{holder.name} does not serve though all has healed"
+        assert not state.waiting and not state.burials, "a put or a removal waits for ever"
+        named = {holder.number: holder for holder in self.holders}
+        listed = state.tenant(TENANT).objects
+        for key, found in listed.items():
+            for replica in found.memory:
+                segment = named[replica.holder.number].segment
+                assert segment.header(replica.offset) == (replica.stamp, found.length, 1), f"{key!r} is not where the master has it"
+                assert segment.read(replica.offset, 0, found.length) == value_of(key, found.length), f"{key!r}: other bytes"
+            for copy in found.ssd:
+                held = named[copy.holder.number].log.get((TENANT, key, found.generation))
+                assert held == value_of(key, found.length), f"{key!r} is believed on the SSD of {copy.holder.register.name}"
+        for holder in self.holders:
+            self._check_found(holder.log, listed)
+            self._check_throttle(holder)
+
+    def _check_found(self, log: dict[LogKey, bytes], listed: Container[bytes]) -> None:
+        for _, key, _ in log:
+            length = self.oracle.acknowledged.get(key)
+            if length is not None and key not in self.oracle.unsure and (key, length) not in self.oracle.dead:
+                assert key in listed, f"{key!r} was acknowledged and is in a log, and is not found"
+
+    def _check_throttle(self, holder: SimHolder) -> None:
+        """Repeats are for keys that failed (after the cooldown) or whose time is over."""
+        for key, times in holder.asked.items():
+            for earlier, later in pairwise(times):
+                assert later - earlier >= holder.throttle.cooldown_s or self.report.met["holder killed"], f"{key!r} is promoted again"
+
+    def _end(self) -> None:
+        """The last word: with all at rest a put of each key, and a get that finds it."""
+        assert self.master is not None and self._client is not None
+        assert not self.master.state.tasks, "a promotion never ended"
+        self._over = True
+
+    def _check_end(self) -> None:
+        assert self._over
