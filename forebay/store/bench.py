@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -26,12 +27,16 @@ import numpy as np
 import numpy.typing as npt
 
 from forebay.store.backend import Status
+from forebay.store.bench_peers import Peer, opened
 from forebay.store.client.store import StoreClient
 from forebay.store.holder.log.files import HUGE_PAGE_BYTES, aligned_buffer
 from forebay.store.wire.messages import Tier
 
 Bytes = npt.NDArray[np.uint8]
+Peers = dict[tuple[str, str], Peer]  # by where and name
 WAIT_S = 120.0
+IN_FLIGHT = 4
+EXISTS_CALLS = 500
 SETTLE_S = 1.5  # the segment's pages are being mapped in the background meanwhile
 _UP = "from forebay.cli.store import app; app(prog_name='forebay store')"
 
@@ -42,7 +47,8 @@ class BenchError(Exception):
 
 @dataclass(frozen=True)
 class BenchConfig:
-    """Sizes in bytes. ``rounds``: interleaved repetitions of each contender. ``directory``: where the SSD arm's log lies."""
+    """Sizes in bytes. ``rounds``: interleaved repetitions of each contender. ``directory``: where the SSD arm's log lies.
+    ``peers``: names of `bench_peers`. ``tiers``: which of dram and ssd are measured."""
 
     sizes: tuple[int, ...] = (64 << 10, 1 << 20, 4 << 20)
     batches: tuple[int, ...] = (1, 32)
@@ -50,6 +56,8 @@ class BenchConfig:
     rounds: int = 7
     round_bytes: int = 128 << 20
     directory: Path | None = None
+    peers: tuple[str, ...] = ()
+    tiers: tuple[str, ...] = ("dram", "ssd")
 
 
 @dataclass
@@ -91,8 +99,8 @@ def store_process(*args: str) -> Iterator[str]:
 
 def run(config: BenchConfig) -> dict[str, Any]:
     """All rows, as `forebay bench store --json` prints them. Raises ``BenchError``."""
-    rows = _memory_rows(config)
-    rows += _ssd_rows(config)
+    rows = _memory_rows(config) if "dram" in config.tiers else []
+    rows += _ssd_rows(config) if "ssd" in config.tiers else []
     return {
         "config": {"footprint": config.footprint, "rounds": config.rounds, "sizes": config.sizes, "batches": config.batches},
         "floors": {f"{row.where}/{row.tier}/{row.op}/{row.size}x{row.batch}": row.floor for row in rows},
@@ -105,7 +113,7 @@ def _memory_rows(config: BenchConfig) -> list[Row]:
     """A store of its own for each size: what is removed while leased keeps its memory for a while."""
     rows: list[Row] = []
     dram = str(max(config.footprint, 40 * max(config.sizes)) + config.footprint // 4)
-    with RawPeer(max(config.footprint, 40 * max(config.sizes))) as raw:
+    with RawPeer(max(config.footprint, 40 * max(config.sizes))) as raw, opened(config.peers, int(dram)) as peers:
         for size in config.sizes:
             with (
                 store_process("--dram", dram, "--high-watermark", "1", "--low-watermark", "1") as url,
@@ -113,16 +121,18 @@ def _memory_rows(config: BenchConfig) -> list[Row]:
                 StoreClient.connect(url, timeout_s=30.0, allow_local=False) as tcp,
             ):
                 clients = {"local": local, "tcp": tcp}
-                rows += _put_rows(config, clients, size)
+                rows += _put_rows(config, clients, peers, size)
                 for batch in config.batches:
-                    rows += _get_rows(config, clients, raw, size, batch)
+                    rows += _get_rows(config, clients, peers, raw, size, batch)
                 if size == config.sizes[0]:
-                    rows.append(_exists_row(config, tcp, raw))
+                    rows += _exists_rows(config, tcp, peers, raw)
+                for peer in peers.values():
+                    peer.clear()
     return rows
 
 
-def _put_rows(config: BenchConfig, clients: dict[str, StoreClient], size: int) -> list[Row]:
-    """Half of the keys are put locally, half over TCP, in batches of 32; the floor is a copy."""
+def _put_rows(config: BenchConfig, clients: dict[str, StoreClient], peers: Peers, size: int) -> list[Row]:
+    """Half of the keys are put locally, half over TCP, in batches of 32; peers get all; the floor is a copy."""
     keys = _keys(size, config.footprint)
     source = np.random.default_rng(size).integers(0, 255, size, dtype=np.uint8)
     target = np.empty_like(source)
@@ -139,11 +149,22 @@ def _put_rows(config: BenchConfig, clients: dict[str, StoreClient], size: int) -
         for _ in range(min(len(some), 64)):
             np.copyto(target, source)
         floor = min(len(some), 64) * size / (time.perf_counter() - begun) / 1e9
-        rows.append(Row("put_from", size, 32, where, "dram", rate, floor, "GB/s"))
+        rows.append(Row("put_from", size, 32, where, "dram", rate, floor, "GB/s", _peers_put(peers, where, keys, source)))
     return rows
 
 
-def _get_rows(config: BenchConfig, clients: dict[str, StoreClient], raw: "RawPeer", size: int, batch: int) -> list[Row]:
+def _peers_put(peers: Peers, where: str, keys: list[bytes], source: Bytes) -> dict[str, float]:
+    rates = {}
+    for (place, name), peer in peers.items():
+        if place == where:
+            begun = time.perf_counter()
+            for chunk in _chunks(keys, 32):
+                peer.put(chunk, source)
+            rates[name] = len(keys) * len(source) / (time.perf_counter() - begun) / 1e9
+    return rates
+
+
+def _get_rows(config: BenchConfig, clients: dict[str, StoreClient], peers: Peers, raw: "RawPeer", size: int, batch: int) -> list[Row]:
     keys = _keys(size, config.footprint)
     buffers = [np.zeros(size, np.uint8) for _ in range(batch)]
     flat = raw.flat
@@ -155,22 +176,30 @@ def _get_rows(config: BenchConfig, clients: dict[str, StoreClient], raw: "RawPee
         if any(statuses):
             raise BenchError(f"get_into said {statuses}")
 
+    def get_from(peer: Peer) -> None:
+        at = next(places)
+        peer.get(keys[at : at + batch], buffers)
+
     def copy() -> None:
         at = next(places)
         for index, buffer in enumerate(buffers):
             np.copyto(buffer, flat[(at + index) * size : (at + index + 1) * size])
 
-    contenders = {
+    contenders: dict[str, Callable[[], object]] = {
         "copy": copy,
         "local": lambda: get_with(clients["local"]),
         "raw": lambda: raw.pull(size, batch, buffers),
         "tcp": lambda: get_with(clients["tcp"]),
     }
+    for (where, name), peer in peers.items():
+        peer.use(buffers)
+        contenders[f"{where}/{name}"] = partial(get_from, peer)
     medians = _interleaved(contenders, config, size * batch)
     rate = {name: size * batch / seconds / 1e9 for name, seconds in medians.items()}
+    beside = {at: {name: rate[f"{where}/{name}"] for where, name in peers if where == at} for at in ("local", "tcp")}
     rows = [
-        Row("get_into", size, batch, "local", "dram", rate["local"], rate["copy"], "GB/s"),
-        Row("get_into", size, batch, "tcp", "dram", rate["tcp"], rate["raw"], "GB/s"),
+        Row("get_into", size, batch, "local", "dram", rate["local"], rate["copy"], "GB/s", beside["local"]),
+        Row("get_into", size, batch, "tcp", "dram", rate["tcp"], rate["raw"], "GB/s", beside["tcp"]),
     ]
     if batch == 1:
         singles = {
@@ -179,15 +208,46 @@ def _get_rows(config: BenchConfig, clients: dict[str, StoreClient], raw: "RawPee
             "ping": raw.ping,
         }
         p50 = _interleaved(singles, config, size)
-        rows.append(Row("get", size, 1, "tcp", "dram", p50["get"] * 1e6, (p50["raw"] + p50["ping"]) * 1e6, "us_p50"))
+        in_us = {name: medians[f"tcp/{name}"] * 1e6 for where, name in peers if where == "tcp"}
+        rows.append(Row("get", size, 1, "tcp", "dram", p50["get"] * 1e6, (p50["raw"] + p50["ping"]) * 1e6, "us_p50", in_us))
     return rows
 
 
-def _exists_row(config: BenchConfig, client: StoreClient, raw: "RawPeer") -> Row:
+def _exists_rows(config: BenchConfig, client: StoreClient, peers: Peers, raw: "RawPeer") -> list[Row]:
+    """128 keys a call: one call after another, and four threads' calls at once (a row of its own, ``batch`` 4 x 128)."""
     keys = [b"exists-%d" % index for index in range(128)]
     client.put_from(keys, [b"x"] * len(keys))
-    p50 = _interleaved({"exists": lambda: _must(all(client.exists(keys))), "ping": raw.ping}, config, 1 << 20)
-    return Row("exists", 1, 128, "tcp", "dram", 128 / p50["exists"], 128 / p50["ping"], "keys/s")
+    contenders: dict[str, Callable[[], object]] = {"exists": lambda: _must(all(client.exists(keys))), "ping": raw.ping}
+    for (where, name), peer in peers.items():
+        peer.put(keys, np.ones(1, np.uint8))
+        if where == "tcp":
+            contenders[name] = partial(_peer_exists, peer, keys)
+    p50 = _interleaved(contenders, config, 1 << 20)
+    rate = {name: 128 / seconds for name, seconds in p50.items()}
+    beside = {name: rate[name] for where, name in peers if where == "tcp"}
+    several = statistics.median(_exists_in_flight(client, keys) for _ in range(config.rounds))
+    return [
+        Row("exists", 1, 128, "tcp", "dram", rate["exists"], rate["ping"], "keys/s", beside),
+        Row("exists", 1, IN_FLIGHT * 128, "tcp", "dram", several, rate["ping"], "keys/s"),
+    ]
+
+
+def _peer_exists(peer: Peer, keys: list[bytes]) -> None:
+    _must(peer.exists(keys))
+
+
+def _exists_in_flight(client: StoreClient, keys: list[bytes]) -> float:
+    """Keys per second of ``IN_FLIGHT`` threads, each with one call under way all the time."""
+
+    def ask() -> None:
+        for _ in range(EXISTS_CALLS):
+            _must(all(client.exists(keys)))
+
+    with ThreadPoolExecutor(IN_FLIGHT) as threads:
+        begun = time.perf_counter()
+        for work in [threads.submit(ask) for _ in range(IN_FLIGHT)]:
+            work.result()
+        return IN_FLIGHT * EXISTS_CALLS * len(keys) / (time.perf_counter() - begun)
 
 
 def _ssd_rows(config: BenchConfig) -> list[Row]:
