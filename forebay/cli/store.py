@@ -18,12 +18,14 @@ from rich.table import Table
 
 from forebay.settings import SettingsError, format_size, parse_size
 from forebay.store import bench as measuring
+from forebay.store import bench_peers
 from forebay.store import bench_prefetch as prefetching
 from forebay.store import fsck as checker
 from forebay.store.address import Address, AddressError, StoreUrl
 from forebay.store.backend import Status
+from forebay.store.bench_peers import PeerError
 from forebay.store.client.store import StoreClient
-from forebay.store.holder.node import HolderConfig, HolderError
+from forebay.store.holder.node import HolderConfig, HolderError, slices
 from forebay.store.holder.segment import SegmentError
 from forebay.store.holder.writer import Fsync
 from forebay.store.master.records import MasterConfig
@@ -51,9 +53,11 @@ Replicas = Annotated[int, typer.Option(min=1, max=8, help="holders that each pag
 SecretFile = Annotated[Path | None, typer.Option(help="lines of 'TENANT SECRET', or one secret; none = no authentication")]
 TlsCert = Annotated[Path | None, typer.Option(help="certificate (PEM, its chain behind it) for TLS; none = no TLS")]
 TlsKey = Annotated[Path | None, typer.Option(help="the key of --tls-cert, not encrypted")]
+MetricsPort = Annotated[int | None, typer.Option(min=0, max=65535, help="port for http://HOST:PORT/metrics (Prometheus); none = off")]
+MetricsHost = Annotated[str, typer.Option(help="address of --metrics-port; whoever reaches it sees tenants' names")]
 Quota = Annotated[list[str] | None, typer.Option(help="DRAM that a tenant may fill, NAME=SIZE; may be given again")]
 Json = Annotated[bool, typer.Option("--json", help="one JSON document on standard output and nothing else there")]
-Url = Annotated[str, typer.Argument(help="forebay://HOST:PORT of a master; forebay+tls://HOST:PORT[?ca=FILE] for TLS")]
+Url = Annotated[str, typer.Argument(help="forebay://HOST:PORT[,HOST:PORT...] of the masters; forebay+tls://...[?ca=FILE] for TLS")]
 Tenant = Annotated[str, typer.Option(help="whose keys")]
 Timeout = Annotated[float, typer.Option(min=0.05, help="seconds for each call")]
 Key = Annotated[str, typer.Argument(help="a key as text, or hex:...")]
@@ -92,6 +96,8 @@ def up(
     secret_file: SecretFile = None,
     tls_cert: TlsCert = None,
     tls_key: TlsKey = None,
+    metrics_port: MetricsPort = None,
+    metrics_host: MetricsHost = "127.0.0.1",
     json: Json = False,
 ) -> None:
     """Run a master and one holder in this process."""
@@ -103,7 +109,7 @@ def up(
         tls = _tls(tls_cert, tls_key)
         own = own_context(tls_cert) if tls_cert else None
         holder = HolderConfig(address, Address(address.host, 0), parse_size(dram), ssd, parse_size(ssd_size), fsync, tls, own)
-        _run(Roles(address, master, holder, _secrets(secret_file), tls), json)
+        _run(Roles(address, master, [holder], _secrets(secret_file), tls, _metrics(metrics_host, metrics_port)), json)
 
 
 @app.command()
@@ -121,6 +127,8 @@ def master(
     secret_file: SecretFile = None,
     tls_cert: TlsCert = None,
     tls_key: TlsKey = None,
+    metrics_port: MetricsPort = None,
+    metrics_host: MetricsHost = "127.0.0.1",
     json: Json = False,
 ) -> None:
     """Run the master: it keeps who has what, and nothing that holders cannot tell it again."""
@@ -136,12 +144,13 @@ def master(
             replicas,
             tenant_quota,
         )
-        _run(Roles(Address.parse(listen, DEFAULT_PORT), config, None, _secrets(secret_file), _tls(tls_cert, tls_key)), json)
+        tls, told = _tls(tls_cert, tls_key), _metrics(metrics_host, metrics_port)
+        _run(Roles(Address.parse(listen, DEFAULT_PORT), config, [], _secrets(secret_file), tls, told), json)
 
 
 @app.command()
 def holder(
-    master: Annotated[str, typer.Option(help="forebay://HOST:PORT of the master")],
+    master: Annotated[str, typer.Option(help="forebay://HOST:PORT[,HOST:PORT...] of the masters")],
     listen: Listen = "127.0.0.1:0",
     dram: Dram = "512MiB",
     ssd: Ssd = None,
@@ -150,12 +159,14 @@ def holder(
     secret_file: SecretFile = None,
     tls_cert: TlsCert = None,
     tls_key: TlsKey = None,
+    metrics_port: MetricsPort = None,
+    metrics_host: MetricsHost = "127.0.0.1",
     json: Json = False,
 ) -> None:
     """Run a holder: it keeps pages in DRAM and on SSD. Clients reach it at the host given with --listen."""
     with _one_line_errors():
         where = StoreUrl.parse(master if "://" in master else f"forebay://{master}", DEFAULT_PORT)
-        config = HolderConfig(
+        whole = HolderConfig(
             where.masters[0],
             Address.parse(listen),
             parse_size(dram),
@@ -165,7 +176,8 @@ def holder(
             _tls(tls_cert, tls_key),
             client_context(where.ca) if where.tls else None,
         )
-        _run(Roles(None, None, config, _secrets(secret_file)), json)
+        told = _metrics(metrics_host, metrics_port)
+        _run(Roles(None, None, slices(whole, where.masters), _secrets(secret_file), metrics=told), json)
 
 
 def _master_config(
@@ -204,15 +216,22 @@ def _tls(certificate: Path | None, key: Path | None) -> ssl.SSLContext | None:
     return None if certificate is None or key is None else server_context(certificate, key)
 
 
+def _metrics(host: str, port: int | None) -> Address | None:
+    return None if port is None else Address(host, port)
+
+
 def _run(roles: Roles, json: bool) -> None:
     def started(running: Running) -> None:
         said: dict[str, Any] = {}
         if running.master is not None:
             said["url"] = f"forebay{'+tls' if roles.tls else ''}://{running.master.address}"
-        if running.holder is not None:
-            config = running.holder.config
-            said |= {"holder": str(running.holder.address), "dram": config.dram, "ssd": str(config.ssd) if config.ssd else None}
-            said["cut_bytes"] = running.holder.log.cut_bytes if running.holder.log is not None else 0
+        if running.holders:
+            first = running.holders[0].config
+            said |= {"holder": ",".join(str(holder.address) for holder in running.holders)}
+            said |= {"dram": sum(holder.config.dram for holder in running.holders), "ssd": str(first.ssd) if first.ssd else None}
+            said["cut_bytes"] = sum(holder.log.cut_bytes for holder in running.holders if holder.log is not None)
+        if running.metrics is not None and roles.metrics is not None:
+            said["metrics"] = f"http://{Address(roles.metrics.host, running.metrics.port)}/metrics"
         if json:
             typer.echo(jsonlib.dumps(said))
         else:
@@ -313,14 +332,11 @@ def prefetch(url: Url, keys: Keys, tenant: Tenant = "default", secret_file: Secr
     """Bring keys from SSD to DRAM (the master must run with --ssd-prefetch). Returns when holders were told."""
     with _client(url, tenant, secret_file, timeout_s) as client:
         client.prefetch([_key(key) for key in keys])
-        counters = client.prefetcher.counters
         deadline = time.monotonic() + PREFETCH_WAIT_S
-
-        def settled() -> int:
-            return counters.sent + counters.resident + counters.missing + counters.failed
-
-        while settled() < len(set(keys)) and time.monotonic() < deadline:
+        counters = client.prefetched
+        while counters.sent + counters.resident + counters.missing + counters.failed < len(set(keys)) and time.monotonic() < deadline:
             time.sleep(0.01)
+            counters = client.prefetched
         typer.echo(f"{counters.sent} asked for, {counters.resident} in DRAM already, {counters.missing} not there")
         if counters.failed or counters.missing:
             raise typer.Exit(1)
@@ -385,11 +401,27 @@ def _show(key: bytes) -> str:
     return text if text.isprintable() and not text.startswith("hex:") else "hex:" + key.hex()
 
 
+def _checked_peers(names: list[str]) -> tuple[str, ...]:
+    for name in names:
+        if why := bench_peers.missing(name):
+            raise SettingsError(why)
+    return tuple(names)
+
+
+def _checked_tiers(tiers: list[str]) -> tuple[str, ...]:
+    if unknown := set(tiers) - {"dram", "ssd"}:
+        raise SettingsError(f"--tier {', '.join(sorted(unknown))} is not known; allowed: dram, ssd")
+    return tuple(tiers)
+
+
 @app.command()
 def bench(
     footprint: Annotated[str, typer.Option(help="bytes of keys that every figure rotates over")] = "1GiB",
     rounds: Annotated[int, typer.Option(min=1, help="interleaved rounds; the median is reported")] = 7,
     directory: Annotated[Path | None, typer.Option(help="where the logs of the SSD arms lie")] = None,
+    sizes: Annotated[str, typer.Option(help="sizes of values, comma between")] = "64KiB,1MiB,4MiB",
+    tier: Annotated[list[str] | None, typer.Option(help="dram or ssd; both if not given")] = None,
+    peer: Annotated[list[str] | None, typer.Option(help="another store in the same run: redis or mooncake; may be given again")] = None,
     prefetch: Annotated[bool, typer.Option("--prefetch", help="measure prefetch on exist instead: off and on, same data")] = False,
     json: Json = False,
 ) -> None:
@@ -401,18 +433,27 @@ def bench(
                     rows = prefetching.run(prefetching.PrefetchBench(Path(logs)))
                 result: dict[str, Any] = {"config": {}, "floors": {}, "rows": [], "prefetch": rows}
             else:
-                config = measuring.BenchConfig(footprint=parse_size(footprint), rounds=rounds, directory=directory)
-                result = measuring.run(config)
-        except measuring.BenchError as error:
+                result = measuring.run(
+                    measuring.BenchConfig(
+                        sizes=tuple(parse_size(size) for size in sizes.split(",")),
+                        footprint=parse_size(footprint),
+                        rounds=rounds,
+                        directory=directory,
+                        peers=_checked_peers(peer or []),
+                        tiers=_checked_tiers(tier or ["dram", "ssd"]),
+                    )
+                )
+        except (measuring.BenchError, PeerError) as error:
             _fail(f"the measurement is not valid: {error}")
     if json:
         typer.echo(jsonlib.dumps(result))
         return
-    table = Table("op", "bytes", "batch", "where", "tier", "forebay", "floor", "unit", "ratio")
+    table = Table("op", "bytes", "batch", "where", "tier", "forebay", "floor", "unit", "ratio", *(f"{name}" for name in peer or []))
     for row in result["rows"]:
         ratio = row["forebay"] / row["floor"]
         figures = [f"{row['forebay']:.2f}", f"{row['floor']:.2f}", row["unit"], f"{ratio:.2f}"]
-        table.add_row(row["op"], str(row["size"]), str(row["batch"]), row["where"], row["tier"], *figures)
+        others = [f"{row['peers'][name]:.2f}" if name in row["peers"] else "" for name in peer or []]
+        table.add_row(row["op"], str(row["size"]), str(row["batch"]), row["where"], row["tier"], *figures, *others)
     if result["rows"]:
         Console().print(table)
     for row in result["prefetch"]:

@@ -40,6 +40,7 @@ class PrefetchThrottle:
         self._max_keys = max_keys_per_shard
         self._locks = [threading.Lock() for _ in range(SHARDS)]
         self._shards: list[dict[bytes, tuple[State, float]]] = [{} for _ in range(SHARDS)]
+        self._entered = [[0] * len(State) for _ in range(SHARDS)]
         self._cooling_until = 0.0
 
     def admit(self, keys: Sequence[bytes], now: float, *, despite_cooldown: bool = False) -> list[bytes]:
@@ -58,6 +59,7 @@ class PrefetchThrottle:
                     if (entry is None or entry[1] <= now) and self._has_room(known, key, now):
                         known[key] = (State.TRIGGERED, now + self.dedup_ttl_s)
                         admitted.add(key)
+                        self._entered[shard][State.TRIGGERED] += 1
         admitted_once = []
         for key in keys:
             if key in admitted:
@@ -75,6 +77,7 @@ class PrefetchThrottle:
                     entry = known.get(key)
                     if entry is not None and state in _NEXT.get(entry[0], ()):
                         known[key] = (state, until)
+                        self._entered[shard][state] += 1
 
     def state(self, key: bytes, now: float) -> State | None:
         """None: nothing blocks a prefetch of ``key``, but for a cooldown."""
@@ -86,6 +89,10 @@ class PrefetchThrottle:
 
     def cooling(self, now: float) -> bool:
         return now < self._cooling_until
+
+    def entered(self) -> dict[State, int]:
+        """How often a key came into each state since the start."""
+        return {state: sum(shard[state] for shard in self._entered) for state in State}
 
     def counts(self, now: float) -> dict[State, int]:
         """Live keys by state; O(keys)."""

@@ -5,8 +5,8 @@ import contextlib
 import gc
 import signal
 import ssl
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 
 import uvloop
 
@@ -14,25 +14,29 @@ from forebay.store.address import Address
 from forebay.store.holder.node import Holder, HolderConfig, HolderError
 from forebay.store.master.records import MasterConfig
 from forebay.store.master.server import MasterServer
+from forebay.store.metrics import Endpoint
 from forebay.store.wire import auth
 
 
 @dataclass(frozen=True)
 class Roles:
-    """``master``/``listen``: run a master there, inside ``tls`` if that is given. ``holder``: run a holder; its ``master`` is ours if
-    we run one."""
+    """``master``/``listen``: run a master there, inside ``tls`` if that is given. ``holders``: run these, one
+    for each master that there is (rule S5); of ours if we run one.
+    ``metrics``: where to tell them over HTTP."""
 
     listen: Address | None
     master: MasterConfig | None
-    holder: HolderConfig | None
+    holders: Sequence[HolderConfig]
     secrets: auth.Secrets
     tls: ssl.SSLContext | None = None
+    metrics: Address | None = None
 
 
 @dataclass
 class Running:
     master: MasterServer | None = None
-    holder: Holder | None = None
+    holders: list[Holder] = field(default_factory=list)
+    metrics: Endpoint | None = None
 
 
 async def serve(roles: Roles, started: Callable[[Running], None], ended: asyncio.Event) -> None:
@@ -42,20 +46,21 @@ async def serve(roles: Roles, started: Callable[[Running], None], ended: asyncio
         if roles.master is not None and roles.listen is not None:
             running.master = MasterServer(roles.master, roles.listen, roles.secrets, roles.tls)
             await running.master.start()
-        if roles.holder is not None:
-            config = roles.holder
-            if running.master is not None:
-                config = replace(config, master=running.master.address)
-            holder = Holder(config, roles.secrets)
+        for config in roles.holders:
+            ours = replace(config, master=running.master.address) if running.master is not None else config
+            holder = Holder(ours, roles.secrets)
             await holder.start()
-            running.holder = holder
+            running.holders.append(holder)
+        if roles.metrics is not None:
+            running.metrics = Endpoint(roles.metrics, running.master, running.holders)
         started(running)
-        await _first(ended, running.holder.failed if running.holder is not None else ended)
-        if running.holder is not None and running.holder.failed.is_set():
+        await _first(ended, *(holder.failed for holder in running.holders))
+        if any(holder.failed.is_set() for holder in running.holders):
             raise HolderError("the holder failed inside; its log above says how")
     finally:
-        if running.holder is not None:
-            await running.holder.stop()
+        if running.metrics is not None:
+            await asyncio.get_running_loop().run_in_executor(None, running.metrics.close)
+        await asyncio.gather(*(holder.stop() for holder in running.holders))
         if running.master is not None:
             await running.master.stop()
 

@@ -1,13 +1,16 @@
 """`forebay store` as its users meet it: a store started by the command line, looked into, and checked offline."""
 
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner, Result
 
 from forebay.cli.store import app
+from forebay.store import bench_peers
 from tests.store.store_cluster import wait_for
 from tests.store.store_process import Farm, Process, farm
 
@@ -88,8 +91,11 @@ def test_fsck_says_what_is_wrong_and_what_would_be_cut(nodes: Farm, up: Process,
         (("up", "--dram", "900TiB"), "smaller --dram"),
         (("status", "forebay://127.0.0.1:1"), "does not answer"),
         (("ls", "redis://x"), "forebay://HOST:PORT"),
-        (("get", "forebay://127.0.0.1:1,127.0.0.1:2", "k"), "2 masters"),
+        (("get", "forebay://127.0.0.1:1,127.0.0.1:2", "k"), "does not answer"),
+        (("get", "forebay://127.0.0.1:1,127.0.0.1:1", "k"), "names a master twice"),
         (("fsck", "/does/not/exist"), "no such directory"),
+        (("bench", "--peer", "memcached"), "allowed: redis, mooncake"),
+        (("bench", "--tier", "tape"), "allowed: dram, ssd"),
     ],
     ids=lambda one: one if isinstance(one, str) else " ".join(one),
 )
@@ -97,6 +103,15 @@ def test_what_a_user_gets_wrong_is_one_line_and_status_2(args: tuple[str, ...], 
     result = run(*args)
     assert result.exit_code == 2, result
     assert words in result.stderr and len(result.stderr.strip().splitlines()) == 1 and result.stdout == ""
+
+
+def test_a_peer_that_is_not_installed_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "hiredis", None)  # as an import of it fails
+    monkeypatch.setitem(sys.modules, "mooncake", None)
+    for name in ("redis", "mooncake"):
+        result = run("bench", "--peer", name)
+        assert result.exit_code == 2 and f"--peer {name}" in result.stderr and "pip install" in result.stderr
+        assert len(result.stderr.strip().splitlines()) == 1
 
 
 def test_a_port_in_use_is_one_line(nodes: Farm) -> None:
@@ -113,3 +128,31 @@ def test_the_bench_measures_and_says_so_in_json(tmp_path: Path) -> None:
     assert {row["op"] for row in rows} == {"put_from", "get_into", "get", "exists"}
     assert {(row["where"], row["tier"]) for row in rows} == {("local", "dram"), ("tcp", "dram"), ("local", "ssd")}
     assert all(row["forebay"] > 0 and row["floor"] > 0 for row in rows)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", bench_peers.NAMES)
+def test_the_bench_measures_a_peer_beside_us_in_the_same_run(name: str, tmp_path: Path) -> None:
+    if why := bench_peers.missing(name):
+        pytest.skip(why)
+    sizes = ("--sizes", "64KiB", "--footprint", "16MiB", "--rounds", "1", "--tier", "dram")
+    result = run("bench", *sizes, "--peer", name, "--json")
+    assert result.exit_code == 0, result.stderr
+    beside = {(row["op"], row["where"]): row["peers"].get(name, 0.0) for row in json.loads(result.stdout)["rows"] if row["peers"]}
+    assert {op for op, _ in beside} == {"put_from", "get_into", "get", "exists"} and all(figure > 0 for figure in beside.values())
+
+
+@pytest.mark.slow
+def test_mooncake_gives_what_it_was_given() -> None:
+    """The bench compares stores that do the same. (Redis' values come as new objects, whose lengths the bench looks at.)"""
+    if why := bench_peers.missing("mooncake"):
+        pytest.skip(why)
+    with bench_peers.opened(["mooncake"], 8 << 20) as peers:
+        for peer in peers.values():
+            source = np.random.default_rng(0).integers(0, 255, 100_000, dtype=np.uint8)
+            buffers = [np.zeros(100_000, np.uint8) for _ in range(2)]
+            peer.put([b"a", b"b"], source)
+            peer.use(buffers)
+            assert peer.exists([b"a", b"b"]) and not peer.exists([b"a", b"none"])
+            peer.get([b"a", b"b"], buffers)
+            assert all(np.array_equal(source, buffer) for buffer in buffers)

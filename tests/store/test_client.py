@@ -80,7 +80,7 @@ def test_single_forms_raise_nothing(nodes: Cluster) -> None:
 
 
 def test_list_pages_through_everything_in_order(nodes: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("forebay.store.client.store.LIST_PAGE", 7)
+    monkeypatch.setattr("forebay.store.client.one_master.LIST_PAGE", 7)
     nodes.holder()
     client = nodes.client()
     keys = fill(client, 40, size=100)
@@ -155,7 +155,7 @@ def test_a_holder_that_does_not_answer_is_passed_over_within_250_ms(nodes: Clust
     import socket
 
     trap = socket.create_server(("127.0.0.1", 0))
-    for peer in client._holders._peers.values():
+    for peer in client.masters[0]._holders._peers.values():
         if peer.entry.port == port:
             peer.pool.close()
             trap_port = trap.getsockname()[1]
@@ -234,7 +234,7 @@ def test_tenants_are_bound_to_their_secret_and_see_only_their_own(tmp_path: Path
         assert alice.put(b"k", b"alice's") is Status.OK and bob.put(b"k", b"bob's...") is Status.OK
         assert alice.get(b"k") == b"alice's" and bob.get(b"k") == b"bob's..."
         assert bob.remove([b"k"]) == [Status.OK] and alice.get(b"k") == b"alice's"
-        assert alice._holders.known(1).segment is None, "several tenants: nobody gets the segment"  # type: ignore[union-attr]
+        assert alice.masters[0]._holders.known(1).segment is None, "several tenants: nobody gets the segment"  # type: ignore[union-attr]
         for tenant, secret in (("alice", "builder"), ("carol", "wonder"), ("alice", ""), ("@holder", "inside")):
             with pytest.raises(ConnectionError):
                 StoreClient.connect(nodes.url, tenant, secret, timeout_s=1.0)
@@ -350,7 +350,7 @@ def test_a_thousand_probes_promote_once(tmp_path: Path) -> None:
         for _ in range(1000):
             client.exists(cold, prefetch=True)
         wait_for(lambda: all(MEMORY in tier for tier in client.tiers(cold)))
-        assert client.prefetcher.counters.sent == len(cold)
+        assert client.prefetched.sent == len(cold)
 
 
 def test_a_get_waits_for_its_promotion_when_it_may(tmp_path: Path) -> None:

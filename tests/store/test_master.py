@@ -12,6 +12,7 @@ from forebay.store.wire.messages import (
     Beat,
     Buried,
     Bury,
+    ClientToMaster,
     Codes,
     Count,
     Dropped,
@@ -653,23 +654,35 @@ def test_promotion_on_hit_wants_repeated_gets_and_room_and_is_off_by_default() -
         assert len(holder.promotes) == expected, (on, gets, high)
 
 
-def test_read_only_queries_move_nothing() -> None:
-    """The four of the issue: no lease, no recency, no promotion, no counters."""
+KEYS = [b"k", b"k-filler-0", b"k-filler-1"]
+READ_ONLY = [Query(1, KEYS), Exists(1, KEYS), MatchPrefix(1, KEYS, []), ListKeys(1, b"", b"", 100), AskStats(1)]
+
+
+@pytest.mark.parametrize("question", READ_ONLY, ids=lambda one: type(one).__name__)
+def test_a_read_only_query_gives_no_lease_no_recency_no_promotion_and_counts_nothing(question: ClientToMaster) -> None:
     world, holder, client = prefetching(promotion_on_hit=True)
     on_ssd_only(world, client, holder)
     state = world.master.state
-    keys = [b"k", b"k-filler-0", b"k-filler-1"]
-    leases = [state.tenants["default"].objects[key].lease_until for key in keys]
+    leases = [state.tenants["default"].objects[key].lease_until for key in KEYS]
     counters, tick = dict(state.counters), state.tick
     for _ in range(20):
-        world.call(client, Query(1, keys))
-        world.call(client, Exists(1, keys))
-        world.call(client, MatchPrefix(1, keys, []))
-        world.call(client, AskStats(1))
-    assert leases == [state.tenants["default"].objects[key].lease_until for key in keys], "no lease"
+        world.call(client, question)
+    assert leases == [state.tenants["default"].objects[key].lease_until for key in KEYS], "no lease"
     assert tick == state.tick, "no recency"
     assert holder.promotes == [] and state.sketch.estimate(b"default\0k") == 0, "no promotion, not even a count towards one"
     assert counters == state.counters, "no metrics"
+
+
+def test_the_same_with_a_get_moves_all_of_it() -> None:
+    """The control: what the test above looks at does change when something is read."""
+    world, holder, client = prefetching(promotion_on_hit=True)
+    on_ssd_only(world, client, holder)
+    state = world.master.state
+    counters, tick = dict(state.counters), state.tick
+    for _ in range(2):
+        world.call(client, Get(1, KEYS))
+    assert state.tick > tick and state.counters != counters and state.sketch.estimate(b"default\0k") == 2
+    assert any(found.lease_until > world.now for found in state.tenants["default"].objects.values())
 
 
 def test_stats_add_up() -> None:

@@ -43,9 +43,9 @@ def test_everything_works_inside_tls_from_memory_and_from_the_log(nodes: Cluster
 def test_a_connection_that_idles_is_used_again_and_one_that_died_is_not(nodes: Cluster) -> None:
     client = nodes.client(secret="s", allow_local=False)
     assert client.put(b"k", b"v") is Status.OK
-    idle = list(client._master._idle)
+    idle = list(client.masters[0]._master._idle)
     assert client.exists([b"k"]) == [True]
-    assert client._master._idle == idle and not idle[0].is_stale()
+    assert client.masters[0]._master._idle == idle and not idle[0].is_stale()
     nodes.stop_master()
     wait_for(idle[0].is_stale)
     nodes.start_master()

@@ -248,7 +248,7 @@ def test_slow_peers_are_dropped_at_every_stage(nodes: Cluster, port: int) -> Non
 def test_a_writer_that_stops_half_way_is_dropped_and_its_range_is_not_readable(nodes: Cluster) -> None:
     holder = nodes.holders[0]
     client = nodes.client(allow_local=False)
-    channel_pool = client._master
+    channel_pool = client.masters[0]._master
     with channel_pool.lease(time.monotonic() + 5) as master:
         granted = master.ask(PutStart(master.new_call(), [b"half"], [1000]), frames.decode_master_to_client, time.monotonic() + 5)
         room = granted.grants[0].rooms[0]  # type: ignore[union-attr]

@@ -38,7 +38,7 @@ def _main() -> int:
         roles = Roles(
             listen=listen,
             master=MasterConfig(ssd_prefetch=True, settle_s=0.0),
-            holder=HolderConfig(listen, Address(listen.host, 0), boot["dram"], directory, boot["ssd"]),
+            holders=[HolderConfig(listen, Address(listen.host, 0), boot["dram"], directory, boot["ssd"])],
             secrets=auth.Secrets({auth.DEFAULT_TENANT: secret, auth.HOLDER_TENANT: secret}),
         )
 

@@ -49,7 +49,7 @@ class ForebayStore:
         except ConnectionError:
             return StoreUse()
         names = ("objects", "memory_bytes", "memory_used", "ssd_bytes", "ssd_used")
-        counted = self.client.prefetcher.counters
+        counted = self.client.prefetched
         throttle = {
             "delegated": counted.sent,
             "already_resident": counted.resident,

@@ -55,29 +55,37 @@ class AsyncStoreClient:
         await self._run(self._client.close)
         self._threads.shutdown(wait=False)
 
-    async def put(self, key: bytes, buf: Buffer) -> Status:
-        return await self._run(lambda: self._client.put(key, buf))
+    async def put(self, key: bytes, buf: Buffer, group: bytes | None = None) -> Status:
+        return await self._run(lambda: self._client.put(key, buf, group))
 
-    async def put_from(self, keys: Sequence[bytes], bufs: Sequence[Buffer]) -> list[Status]:
-        return await self._run(lambda: self._client.put_from(keys, bufs))
+    async def put_from(self, keys: Sequence[bytes], bufs: Sequence[Buffer], groups: Sequence[bytes] | None = None) -> list[Status]:
+        return await self._run(lambda: self._client.put_from(keys, bufs, groups=groups))
 
-    async def get(self, key: bytes) -> bytes | None:
-        return await self._run(lambda: self._client.get(key))
+    async def get(self, key: bytes, group: bytes | None = None) -> bytes | None:
+        return await self._run(lambda: self._client.get(key, group=group))
 
-    async def get_into(self, keys: Sequence[bytes], bufs: Sequence[Buffer], offsets: Sequence[int] | None = None) -> list[Status]:
-        return await self._run(lambda: self._client.get_into(keys, bufs, offsets))
+    async def get_into(
+        self,
+        keys: Sequence[bytes],
+        bufs: Sequence[Buffer],
+        offsets: Sequence[int] | None = None,
+        groups: Sequence[bytes] | None = None,
+    ) -> list[Status]:
+        return await self._run(lambda: self._client.get_into(keys, bufs, offsets, groups=groups))
 
-    async def exists(self, keys: Sequence[bytes], prefetch: bool = False) -> list[bool]:
-        return await self._run(lambda: self._client.exists(keys, prefetch))
+    async def exists(self, keys: Sequence[bytes], prefetch: bool = False, groups: Sequence[bytes] | None = None) -> list[bool]:
+        return await self._run(lambda: self._client.exists(keys, prefetch, groups=groups))
 
-    async def match_prefix(self, keys: Sequence[bytes], parts: Sequence[bytes] = (), prefetch: bool = False) -> int:
-        return await self._run(lambda: self._client.match_prefix(keys, parts, prefetch))
+    async def match_prefix(
+        self, keys: Sequence[bytes], parts: Sequence[bytes] = (), prefetch: bool = False, group: bytes | None = None
+    ) -> int:
+        return await self._run(lambda: self._client.match_prefix(keys, parts, prefetch, group=group))
 
     async def prefetch(self, keys: Sequence[bytes]) -> int:
         return await self._run(lambda: self._client.prefetch(keys))
 
-    async def remove(self, keys: Sequence[bytes]) -> list[Status]:
-        return await self._run(lambda: self._client.remove(keys))
+    async def remove(self, keys: Sequence[bytes], groups: Sequence[bytes] | None = None) -> list[Status]:
+        return await self._run(lambda: self._client.remove(keys, groups=groups))
 
     async def stats(self) -> StoreStats:
         return await self._run(self._client.stats)

@@ -1,4 +1,4 @@
-"""The blocking client: caller's buffers in, one status per key out, nothing raised for what a store may do on a bad day.
+"""The client of one master: caller's buffers in, one status per key out, nothing raised for what a store may do on a bad day.
 
 Thread-safe: connections are leased per call, and copies run without the GIL.
 """
@@ -8,13 +8,11 @@ import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
-from types import TracebackType
-from typing import Self, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 
 from typing_extensions import Buffer
 
-from forebay.store.address import Address, AddressError, StoreUrl
+from forebay.store.address import Address
 from forebay.store.backend import Status
 from forebay.store.client.channel import Bytes, Channel, ChannelError
 from forebay.store.client.gets import Reader, Want, locate
@@ -47,7 +45,6 @@ from forebay.store.wire.messages import (
     StoreStats,
     Tier,
 )
-from forebay.store.wire.tls import client_context
 
 GET_BATCH_BYTES = 256 << 20
 STALE_FOR_S = 2.0
@@ -56,11 +53,13 @@ LIST_PAGE = 1000
 RETRY_EVERY_S = 0.05
 READ_AGAIN = 20
 READ_PAUSE_S = 0.05
+PROBE_S = 0.25
+DOWN_S = 1.0
 _PASSING = (Status.LEASE_EXPIRED, Status.UNAVAILABLE)
 PROMOTION_POLL_S = 0.001
 DELEGATE_S = 2.0
 T = TypeVar("T", bound=MasterToClient)
-# StoreClient has a method called list, so annotations after it need other names for the type.
+# OneMaster has a method called list, so annotations after it need other names for the type.
 _Statuses: TypeAlias = list[Status]
 _Gifts: TypeAlias = list[Gift]
 _Wants: TypeAlias = list[Want]
@@ -68,8 +67,8 @@ _Places: TypeAlias = list[Place]
 _Tiers: TypeAlias = list[frozenset[Tier]]
 
 
-class StoreClient:
-    """One tenant's view of the store of one master. Close it, or use it as a context manager."""
+class OneMaster:
+    """One tenant's view of what one master has. ``tls``: wherever TCP is used. The methods are those of `store.StoreClient`."""
 
     def __init__(
         self,
@@ -86,53 +85,35 @@ class StoreClient:
         self.prefetcher = Prefetcher(prefetch or PrefetchOptions(), self._query, self._delegate)
         self._master = Pool(lambda deadline: Channel.connect(master, tenant, secret, deadline, tls))
         self._holders = Holders(tenant, secret, tls, self._ask_holders, allow_local=allow_local)
+        self._down_until = 0.0
+        self._suspect = False
         self._stale: dict[bytes, float] = {}
         self._stale_lock = threading.Lock()
 
-    @classmethod
-    def connect(
-        cls,
-        url: str,
-        tenant: str = auth.DEFAULT_TENANT,
-        secret: str | bytes | Path | None = None,
-        *,
-        timeout_s: float = 5.0,
-        allow_local: bool = True,
-        prefetch: PrefetchOptions | None = None,
-    ) -> Self:
-        """A client of ``forebay://HOST:PORT``, or of ``forebay+tls://HOST:PORT[?ca=FILE]`` for TLS wherever TCP is used.
-
-        ``secret``: the tenant's, or the path of a secret file. ``timeout_s`` bounds each call. ``allow_local`` False: never map a
-        holder's memory, use TCP as from another machine. ``prefetch``: what probes with the hint do; nothing by default.
-
-        Raises ``AddressError`` for a bad URL, ``TlsError`` for a bad ``ca``, and ``ConnectionError`` if no master answers there.
-        """
-        where = StoreUrl.parse(url)
-        if len(where.masters) > 1:
-            raise AddressError(f"{url!r} names {len(where.masters)} masters; one is supported so far")
-        if isinstance(secret, Path):
-            secret = auth.Secrets.read(secret).of(tenant)
-        client = cls(
-            where.masters[0],
-            tenant,
-            secret.encode() if isinstance(secret, str) else secret or b"",
-            timeout_s=timeout_s,
-            allow_local=allow_local,
-            prefetch=prefetch,
-            tls=client_context(where.ca) if where.tls else None,
-        )
+    def is_up(self) -> bool:
+        """Whether the master answers: known from an idle connection, else found out within ``PROBE_S``, at most once in ``DOWN_S``."""
+        now = time.monotonic()
+        if self._down_until > now:
+            return False
         try:
-            client._holders.refresh(time.monotonic() + timeout_s)
-        except (ChannelError, TimeoutError) as error:
-            client.close()
-            raise ConnectionError(f"the store at {url} does not answer: {error}") from error
-        return client
+            if self._suspect:
+                self._ask_holders(now + PROBE_S)
+                self._suspect = False
+            else:
+                with self._master.lease(now + PROBE_S):
+                    pass
+        except (ChannelError, TimeoutError):
+            self._down_until = time.monotonic() + DOWN_S
+            return False
+        return True
 
-    def __enter__(self) -> Self:
-        return self
+    def suspect(self) -> None:
+        """A whole call came to nothing: see that the master answers before the next."""
+        self._suspect = True
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
+    def reach(self, deadline: float) -> None:
+        """Learn the holders. Raises ``ChannelError``, ``TimeoutError``."""
+        self._holders.refresh(deadline)
 
     def close(self) -> None:
         self.prefetcher.close()

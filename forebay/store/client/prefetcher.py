@@ -50,6 +50,10 @@ class PrefetchCounters:
     failed: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
 
+    def add(self, other: "PrefetchCounters") -> None:
+        for name in ("sent", "resident", "missing", "declined", "failed"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
 
 class Prefetcher:
     """``query`` asks the master read-only; ``delegate(holder, keys, demand)`` hands keys to a holder, False if it cannot be reached.

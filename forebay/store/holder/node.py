@@ -12,7 +12,8 @@ import secrets as random_bytes
 import ssl
 import time
 import uuid
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from forebay.store.address import Address, this_machine
@@ -72,6 +73,26 @@ class HolderConfig:
     master_tls: ssl.SSLContext | None = None
 
 
+def slices(whole: HolderConfig, masters: Sequence[Address]) -> list[HolderConfig]:
+    """Rule S5: for each master a holder of its own, with its share of DRAM and SSD, the next port, and a log in a sub-directory that
+    is named for the master; so each allocates and evicts only what is its own. One master has all, in the directory itself."""
+    count = len(masters)
+    if count == 1:
+        return [replace(whole, master=masters[0])]
+    port = whole.listen.port
+    return [
+        replace(
+            whole,
+            master=master,
+            listen=Address(whole.listen.host, port + number if port else 0),
+            dram=whole.dram // count,
+            ssd=whole.ssd / str(master).replace(":", "_").strip("[]") if whole.ssd is not None else None,
+            ssd_bytes=whole.ssd_bytes // count,
+        )
+        for number, master in enumerate(masters)
+    ]
+
+
 class Holder:
     """``await start()``, then it serves until ``await stop()``."""
 
@@ -102,6 +123,15 @@ class Holder:
         self._door: Door | None = None
         self._server: asyncio.Server | None = None
         self._tasks: list[asyncio.Task[None]] = []
+
+    @property
+    def promoter(self) -> Promoter | None:
+        return self._promoter
+
+    @property
+    def ssd_ok(self) -> bool:
+        """Whether there is a log and it takes writes."""
+        return self._writer is not None and self._writer.state == "ok"
 
     # ------------------------------------------------------------------------------------------ life
 
