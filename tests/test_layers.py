@@ -11,7 +11,7 @@ LAYERS = {
     "observe": {"core"},
     "store": {"core", "observe", "settings"},
     "models": {"core"},
-    "sim": {"core", "store", "observe"},
+    "sim": {"core", "store", "observe", "settings"},
     "runtime": {"core", "observe", "store", "models", "settings"},
     "frontend": {"core", "observe", "models", "runtime", "settings"},
     "bench": {"core", "observe", "models", "runtime", "store", "sim", "frontend", "settings"},

@@ -100,16 +100,58 @@ def show_config(json: Json = False) -> None:
 
 @app.command()
 def simulate(
-    fuzz: Annotated[int, typer.Option("--fuzz", min=1, help="number of histories to run, each from its own seed")],
+    trace: Annotated[
+        Path | None, typer.Argument(help="requests to replay, one JSON object a line (docs/SIMULATOR.md)", show_default=False)
+    ] = None,
+    cluster: Annotated[
+        str | None, typer.Option("--cluster", metavar="FILE", help="TOML file of the cluster, or a shipped one: h20-pp4tp4")
+    ] = None,
+    routes: Annotated[str, typer.Option("--routes", help="one run each: ticket,staged,off")] = "ticket",
+    speed: Annotated[float, typer.Option("--speed", help="2 = requests arrive twice as fast as in the trace")] = 1.0,
+    limit: Annotated[int | None, typer.Option("--limit", min=1, help="only the first requests of the trace")] = None,
+    sweep: Annotated[
+        list[str] | None, typer.Option("--sweep", metavar="DIAL=A,B", help="one run for each value; one or two dials")
+    ] = None,
+    turned: Annotated[list[str] | None, typer.Option("--set", metavar="DIAL=VALUE", help="change the cluster file's value")] = None,
+    replicas: Annotated[int, typer.Option("--replicas", min=1, max=1024, help="grids that share the store")] = 1,
+    exact: Annotated[bool, typer.Option("--exact", help="every TP rank speaks for itself: slower, and the same result")] = False,
+    window: Annotated[str | None, typer.Option("--window", metavar="FROM:TO", help="seconds that --html shows stage by stage")] = None,
+    html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="also write a report with plots")] = None,
+    fuzz: Annotated[int | None, typer.Option("--fuzz", min=1, help="number of histories to run, each from its own seed")] = None,
+    validate: Annotated[bool, typer.Option("--validate", help="put the simulator beside published and measured figures")] = False,
+    measured: Annotated[
+        Path | None, typer.Option("--bench", metavar="FILE", help="with --validate: a result of `forebay bench ttft --json`")
+    ] = None,
     seed: Annotated[int, typer.Option("--seed", min=0, help="first seed")] = 0,
     preset: Annotated[Preset | None, typer.Option("--preset", help="how much goes wrong; drawn from each seed if not given")] = None,
     grid: Annotated[str | None, typer.Option("--grid", metavar="PPxTP", help="stages x TP ranks; drawn if not given")] = None,
     json: Json = False,
 ) -> None:
-    """Run the real planner through random traffic, orders, delays and faults, and check every rule after every step."""
-    from forebay.cli.simulate import run_simulation
+    """Replay a trace on a described cluster, or run the real planner through faulty histories (--fuzz)."""
+    if (trace is not None) + (fuzz is not None) + validate != 1:
+        raise UserError("give a trace with --cluster FILE, or one of --fuzz N, --validate; see `forebay simulate --help`")
+    if measured is not None and not validate:
+        raise UserError("--bench goes with --validate: the simulator beside that measurement")
+    if validate:
+        from forebay.cli.validate import run_validation
 
-    run_simulation(fuzz, seed, json, preset, grid)
+        run_validation(measured, cluster or "h20-pp4tp4", json)
+        return
+    if fuzz is not None:
+        from forebay.cli.simulate import run_simulation
+
+        run_simulation(fuzz, seed, json, preset, grid)
+        return
+    assert trace is not None
+    if cluster is None:
+        raise UserError("a trace needs a cluster; give --cluster FILE.toml or h20-pp4tp4")
+    from forebay.cli.replay import Asked, run_replay
+
+    asked = Asked(
+        trace=trace, cluster=cluster, routes=routes, speed=speed, limit=limit, sweep=sweep or (), turned=turned or (),
+        replicas=replicas, exact=exact, seed=seed, window=window, html=html, as_json=json,
+    )  # fmt: skip
+    run_replay(asked)
 
 
 @app.command()

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 import forebay
 from forebay.cli.main import app, run
 from forebay.settings import fields
+from tests.sim.traffic import conversations, write_trace
 
 
 def fails(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -146,6 +147,45 @@ def test_help_loads_nothing_heavy() -> None:
 def test_simulate_runs_histories_and_prints_one_document(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["simulate", "--fuzz", "2", "--seed", "5", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["histories"] == 2
+
+
+def test_simulate_replays_a_trace_over_routes_and_a_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace, report = write_trace(tmp_path / "trace.jsonl", conversations(12)), tmp_path / "report.html"
+    arguments = ["simulate", str(trace), "--cluster", "h20-pp4tp4", "--routes", "ticket,off", "--sweep", "engine.max_running=4,8"]
+    assert run([*arguments, "--speed", "2", "--limit", "10", "--replicas", "2", "--html", str(report), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [(one["route"], one["dials"]["engine.max_running"]) for one in found["runs"]] == [
+        ("ticket", "4"), ("off", "4"), ("ticket", "8"), ("off", "8"),
+    ]  # fmt: skip
+    for one in found["runs"]:
+        assert one["requests"] == 10 and len(one["utilisation"]) == 2 and one["ttft_ms"]["p50"] > 0
+        assert sum(one["hit_tokens"].values()) == one["prompt_tokens"]
+    page = report.read_text()
+    assert page.count("<svg") >= 5 and "stage 3" in page and "http" not in page and "src=" not in page
+
+
+def test_simulate_refuses_what_cannot_be_simulated_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = str(write_trace(tmp_path / "trace.jsonl", conversations(3)))
+    cluster = ["--cluster", "h20-pp4tp4"]
+    (tmp_path / "bad.jsonl").write_text('{"timestamp": 1}\n')
+    (tmp_path / "empty.jsonl").write_text("")
+    assert "--fuzz" in fails(capsys, "simulate")
+    assert "--cluster" in fails(capsys, "simulate", trace)
+    assert "No such file" in fails(capsys, "simulate", str(tmp_path / "none.jsonl"), *cluster)
+    assert "line 1" in fails(capsys, "simulate", str(tmp_path / "bad.jsonl"), *cluster)
+    assert "empty" in fails(capsys, "simulate", str(tmp_path / "empty.jsonl"), *cluster)
+    assert "h20-pp4tp4.toml" in fails(capsys, "simulate", trace, "--cluster", "no.toml")
+    assert "allowed" in fails(capsys, "simulate", trace, *cluster, "--set", "network.nic_gb_s=-1")
+    assert "did you mean" in fails(capsys, "simulate", trace, *cluster, "--sweep", "store.drm=1GiB")
+    assert "DIAL=VALUE" in fails(capsys, "simulate", trace, *cluster, "--sweep", "store.dram")
+    assert "at most 2" in fails(
+        capsys, "simulate", trace, *cluster, *(f"--sweep=engine.{dial}=1" for dial in ("pp", "tp", "page_size"))
+    )
+    assert "ticket, staged, off" in fails(capsys, "simulate", trace, *cluster, "--routes", "quick")
+    assert "above 0" in fails(capsys, "simulate", trace, *cluster, "--speed", "0")
+    assert "FROM:TO" in fails(capsys, "simulate", trace, *cluster, "--window", "5")
+    assert "directory" in fails(capsys, "simulate", trace, *cluster, "--html", str(tmp_path / "no" / "x.html"))
+    assert "No such file" in fails(capsys, "simulate", "--validate", "--bench", str(tmp_path / "none.json"))
 
 
 def test_simulate_takes_a_preset_and_a_grid_and_refuses_others_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,363 @@
+"""The grid as a performance model: real messages in and out, seconds instead of bytes.
+
+    plan ──control delay──> every stage      a stage starts plan n when it has finished n-1, the stage before has handed over its
+    stage 0 ──hop──> stage 1 ──> ...         hidden states, and the first layer's loads are done; it ends no sooner than the loads'
+    stage ──PlanDone, TransferDone──> planner      last layer lets it
+
+The unit is a stage: its TP ranks compute in step (they meet at every layer) and are taken to read and write in step too. Stages work
+strictly in the order of plans, so all of a plan's times are known when it is sent.
+"""
+
+import math
+import random
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from forebay.core.messages import (
+    Backup,
+    Cancel,
+    FetchProgress,
+    Plan,
+    PlanDone,
+    Sample,
+    StagedReturn,
+    StagedTaken,
+    StagedTicket,
+    Store,
+    StoreDone,
+    Ticket,
+    TransferDone,
+)
+from forebay.sim.cluster import Cluster, StagedLook
+from forebay.sim.devices import Link
+from forebay.sim.heap import EventHeap
+from forebay.sim.holders import HolderModel
+
+# As runtime.page_io reads and writes: tickets at a time, and bytes of a batch.
+FETCH_THREADS = 2
+BATCH_BYTES = 8 << 20
+
+Acknowledgement = PlanDone | TransferDone | FetchProgress | StagedTaken | StoreDone
+Order = Ticket | Cancel | Store | StagedTicket | StagedReturn
+Tell = Callable[[Sequence[Acknowledgement]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """One forward pass of one stage. ``taken``: from when the stage could do nothing else, waiting for hidden states included."""
+
+    plan: int
+    taken: float
+    start: float
+    end: float
+    prefill_tokens: int
+    decodes: int
+
+
+class Watcher(Protocol):
+    """Told of every pass as it is planned."""
+
+    def passed(self, stage: int, one: Pass) -> None: ...
+
+
+class Stage:
+    """One pipeline stage: its compute, and its ranks' copy engines and NICs (each as fast as one rank's, since they work in step)."""
+
+    def __init__(self, index: int, cluster: Cluster, randomness: random.Random) -> None:
+        copy, network = cluster.copy, cluster.network
+        self.index = index
+        self.to_device = Link(copy.to_device_gb_s, copy.latency_s, copy.jitter, randomness)
+        self.to_host = Link(copy.to_host_gb_s, copy.latency_s, copy.jitter, randomness)
+        self.nic_in = Link(network.nic_gb_s, network.latency_s, network.jitter, randomness)
+        self.nic_out = Link(network.nic_gb_s, network.latency_s, network.jitter, randomness)
+        self.free_at = 0.0
+        self.busy_s = 0.0
+        self.passes: deque[Pass] = deque()
+        self.plan_channel = 0.0  # when the newest message on each channel arrives: channels keep their order
+        self.order_channel = 0.0
+        self.ack_channel = 0.0
+        self.fetch_channel = 0.0
+        self.tickets: deque[Ticket | StagedTicket] = deque()
+        self.reading = 0
+        self.cancelled: set[int] = set()
+        self.returned: set[int] = set()  # staged fetches that all stages behind have answered
+        self.read: dict[int, tuple[StagedTicket, int]] = {}  # staged fetches whose reads are done, and pages
+        self.store_free_at = 0.0
+
+
+class StageGrid:
+    """All stages of one replica. ``tell`` delivers what their ranks say.
+
+    ``folded``: the planner knows one rank for each stage, as TP ranks speak at the same time, and hears of a plan and of a backup once,
+    when the last stage's word is there.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        folded: bool,
+        heap: EventHeap,
+        randomness: random.Random,
+        store: HolderModel,
+        tell: Tell,
+        watcher: Watcher,
+    ) -> None:
+        self._cluster, self._heap, self._random, self._store = cluster, heap, randomness, store
+        self._tell, self._watcher = tell, watcher
+        self._folded = folded
+        self._acks = 1 if folded else cluster.engine.tp
+        self._block_bytes = cluster.block_bytes
+        self._layers = max(cluster.model.layers // cluster.engine.pp, 1)
+        network = cluster.network
+        self._round_s = cluster.store.query_s + 4 * cluster.engine.pp * network.control_s * (1.0 + network.control_jitter)
+        self._batch = max(BATCH_BYTES // cluster.block_bytes, 1)
+        self.stages = [Stage(index, cluster, randomness) for index in range(cluster.engine.pp)]
+        self.activation_bytes = 0
+        self._samples: dict[int, Sample] = {}
+        self.token_of: Callable[[str], int] = lambda request_id: 0
+
+    # ------------------------------------------------------------------------------------------ plans
+
+    def send(self, plan: Plan, epoch: int) -> None:
+        """Plan all of its passes, copies and acknowledgements."""
+        now = self._heap.now
+        for opening in plan.openings:
+            self._samples[opening.slot] = Sample(opening.slot, self.token_of(opening.request_id))
+        seconds, prefill_tokens, decodes = forward_s(self._cluster, plan)
+        handed_over = 0.0
+        last = self.stages[-1]
+        for stage in self.stages:
+            stage.plan_channel = max(stage.plan_channel, now + self._control_s())
+            cost = self._pass_s(seconds, stage is last)
+            taken = max(stage.plan_channel, stage.free_at)
+            start = max(taken, handed_over)
+            end = start + cost
+            if plan.loads:
+                start, end = self._wait_for_loads(stage, len(plan.loads), start, cost)
+            stage.free_at = end
+            stage.busy_s += end - start
+            done = Pass(plan.number, taken, start, end, prefill_tokens, decodes)
+            while len(stage.passes) > 1 and stage.passes[1].end <= now:
+                stage.passes.popleft()
+            stage.passes.append(done)
+            self._watcher.passed(stage.index, done)
+            handed_over = end + self._hop_s(prefill_tokens + decodes)
+        self._acknowledge_plan(plan, epoch)
+        if plan.backup is not None:
+            self._back_up(plan.backup, epoch)
+
+    def _pass_s(self, model_s: float, is_last: bool) -> float:
+        forward = self._cluster.forward
+        seconds = model_s / len(self.stages) + forward.stage_s + (forward.last_stage_s if is_last else 0.0)
+        if forward.jitter:
+            seconds *= 1.0 + forward.jitter * (2.0 * self._random.random() - 1.0)
+        return seconds
+
+    def _wait_for_loads(self, stage: Stage, pages: int, start: float, cost: float) -> tuple[float, float]:
+        """Loads come layer by layer, from when the plan is known: compute begins with the first layer and ends with the last."""
+        begun = max(stage.plan_channel, stage.to_device.free_at)
+        loaded = stage.to_device.move(stage.plan_channel, pages * self._block_bytes)
+        start = max(start, begun + (loaded - begun) / self._layers)
+        return start, max(start + cost, loaded + cost / self._layers)
+
+    def _hop_s(self, tokens: int) -> float:
+        size = tokens * self._cluster.model.activation_bytes_per_token
+        self.activation_bytes += size
+        return self._cluster.network.hop_s + size / (self._cluster.network.stage_gb_s * 1e9)
+
+    def _control_s(self) -> float:
+        network = self._cluster.network
+        if not network.control_jitter:
+            return network.control_s
+        return network.control_s * (1.0 + network.control_jitter * (2.0 * self._random.random() - 1.0))
+
+    def _acknowledge_plan(self, plan: Plan, epoch: int) -> None:
+        """Every stage as its pass ends; folded, all of them with the last one, before which nothing can come of the others."""
+        acks = self._acks
+        folded: list[Acknowledgement] = []
+        for stage in self.stages:
+            is_last = stage is self.stages[-1]
+            samples = tuple([self._samples[piece.slot] for piece in plan.pieces if piece.sample]) if is_last else ()
+            first = stage.index * acks
+            done = [PlanDone(epoch, first + rank, plan.number, () if rank else samples) for rank in range(acks)]
+            stage.ack_channel = max(stage.ack_channel, stage.free_at + self._control_s())
+            if self._folded:
+                folded += done
+            else:
+                self._tell_at(stage.ack_channel, done)
+        if folded:
+            self._tell_at(max(stage.ack_channel for stage in self.stages), folded)
+
+    def _back_up(self, backup: Backup, epoch: int) -> None:
+        acks, folded, last_at = self._acks, [], 0.0
+        for stage in self.stages:
+            saved_at = stage.to_host.move(stage.free_at, len(backup.copies) * self._block_bytes) + self._control_s()
+            first = stage.index * acks
+            done = [TransferDone(epoch, first + rank, backup.transfer, len(backup.copies)) for rank in range(acks)]
+            if self._folded:
+                folded += done
+                last_at = max(last_at, saved_at)
+            else:
+                self._tell_at(saved_at, done)
+        if folded:
+            self._tell_at(last_at, folded)
+
+    def _tell_at(self, at: float, messages: Sequence[Acknowledgement]) -> None:
+        self._heap.at(at, lambda: self._tell(messages))
+
+    # ------------------------------------------------------------------------------------------ tickets and stores
+
+    def order(self, order: Order) -> None:
+        """On the ticket channel: taken by each stage's I/O side, whatever its compute loop does; staged orders go to their stage."""
+        stages = [self.stages[order.stage]] if isinstance(order, StagedTicket | StagedReturn) else self.stages
+        for stage in stages:
+            stage.order_channel = max(stage.order_channel, self._heap.now + self._control_s())
+            self._heap.at(stage.order_channel, lambda stage=stage: self._take(stage, order))  # type: ignore[misc]
+
+    def _take(self, stage: Stage, order: Order) -> None:
+        match order:
+            case Cancel():
+                stage.cancelled.add(order.transfer)
+                self._look_later(stage, lambda: self._answer(stage, order.transfer))
+            case Ticket():
+                self._queue(stage, order)
+            case StagedTicket():
+                self._look_later(stage, lambda: self._learn(stage, order))
+            case StagedReturn():
+                stage.returned.add(order.transfer)
+                self._look_later(stage, lambda: self._answer(stage, order.transfer))
+            case Store():
+                self._put(stage, order)
+
+    # ------------------------------------------------------------------------------------------ the staged route
+
+    def _look_later(self, stage: Stage, action: Callable[[], None]) -> None:
+        """When the stage's compute loop looks next: between two forwards, or now if it has none."""
+        self._heap.at(self.next_look(stage, self._heap.now), action)
+
+    def next_look(self, stage: Stage, now: float) -> float:
+        """Now, if the stage's compute loop is free to look; else when it is (`StagedLook`)."""
+        look = self._cluster.engine.staged_look
+        passes = (self.stages[-1] if look is StagedLook.LOCKSTEP else stage).passes
+        ended_at = max((one.end for one in passes if one.end <= now), default=-math.inf)
+        current = next((one for one in passes if one.end > now), None)
+        if current is None or (look is StagedLook.FORWARD and current.start > now) or (look is StagedLook.PLAN and current.taken > now):
+            return now
+        if look is StagedLook.LOCKSTEP and now - ended_at <= self._round_s:
+            return now  # a word that is on its way as an iteration begins still goes through all stages
+        return current.end
+
+    def _learn(self, stage: Stage, ticket: StagedTicket) -> None:
+        first = stage.index * self._acks
+        taken = [StagedTaken(ticket.epoch, first + rank, ticket.transfer) for rank in range(self._acks)]
+        self._say_on_fetch_channel(stage, taken)
+        self._heap.after(self._cluster.store.query_s, lambda: self._queue(stage, ticket))
+
+    def _answer(self, stage: Stage, transfer: int) -> None:
+        """The final word, once the reads are done and the stages behind have answered."""
+        is_last = stage is self.stages[-1]
+        if transfer in stage.read and (is_last or transfer in stage.returned or transfer in stage.cancelled):
+            ticket, done = stage.read.pop(transfer)
+            stage.returned.discard(transfer)
+            self._report(stage, ticket, done, True)
+
+    # ------------------------------------------------------------------------------------------ reads and writes
+
+    def _queue(self, stage: Stage, ticket: Ticket | StagedTicket) -> None:
+        stage.tickets.append(ticket)
+        self._next_ticket(stage)
+
+    def _next_ticket(self, stage: Stage) -> None:
+        if stage.tickets and stage.reading < FETCH_THREADS:
+            stage.reading += 1
+            self._fetch(stage, stage.tickets.popleft(), 0)
+
+    def _fetch(self, stage: Stage, ticket: Ticket | StagedTicket, done: int) -> None:
+        """The next batch of a ticket; its end if there is none, it was cancelled, or a page is gone."""
+        if done == len(ticket.pages) or ticket.transfer in stage.cancelled:
+            self._end_ticket(stage, ticket, done)
+            return
+        read, at = self.read(stage, [page.hash for page in ticket.pages[done : done + self._batch]], self._heap.now)
+        if read < min(self._batch, len(ticket.pages) - done):
+            self._heap.at(at, lambda: self._end_ticket(stage, ticket, done + read))
+        else:
+            self._heap.at(at, lambda: self._batch_done(stage, ticket, done + read))
+
+    def read(self, stage: Stage, hashes: Sequence[bytes], now: float) -> tuple[int, float]:
+        """How many of the pages came, from the front, and when the stage's ranks had them: holders and NICs stream together."""
+        at, read = now, 0
+        for hash in hashes:
+            left = self._store.read(hash, stage.index, now)
+            if left is None:
+                break
+            at = max(at, left)
+            read += 1
+        if read:
+            at = max(at, stage.nic_in.move(now, read * self._block_bytes))
+        return read, at
+
+    def _batch_done(self, stage: Stage, ticket: Ticket | StagedTicket, done: int) -> None:
+        if done < len(ticket.pages) and isinstance(ticket, Ticket):
+            self._report(stage, ticket, done, False)
+        self._fetch(stage, ticket, done)
+
+    def _end_ticket(self, stage: Stage, ticket: Ticket | StagedTicket, done: int) -> None:
+        stage.reading -= 1
+        if isinstance(ticket, StagedTicket):
+            stage.read[ticket.transfer] = (ticket, done)
+            self._look_later(stage, lambda: self._answer(stage, ticket.transfer))
+        else:
+            self._report(stage, ticket, done, True)
+        self._next_ticket(stage)
+
+    def _report(self, stage: Stage, ticket: Ticket | StagedTicket, done: int, final: bool) -> None:
+        if final:
+            stage.cancelled.discard(ticket.transfer)
+        first = stage.index * self._acks
+        self._say_on_fetch_channel(
+            stage, [FetchProgress(ticket.epoch, first + rank, ticket.transfer, done, final) for rank in range(self._acks)]
+        )
+
+    def _say_on_fetch_channel(self, stage: Stage, messages: Sequence[Acknowledgement]) -> None:
+        stage.fetch_channel = max(stage.fetch_channel, self._heap.now + self._control_s())
+        self._heap.at(stage.fetch_channel, lambda: self._tell(messages))
+
+    def _put(self, stage: Stage, order: Store) -> None:
+        """One order after another on the stage's store thread; its pages are at their holders when it ends."""
+        begin = max(self._heap.now, stage.store_free_at)
+        writers = self._cluster.writers
+        at = stage.nic_out.move(begin, len(order.pages) * self._block_bytes)
+        for page in order.pages:
+            at = max(at, self._store.where(page.hash).nic_in.move(begin, writers * self._block_bytes))
+        stage.store_free_at = at
+        self._heap.at(at, lambda: self._put_done(stage, order))
+
+    def _put_done(self, stage: Stage, order: Store) -> None:
+        now = self._heap.now
+        stored = bytes(self._store.put(page.hash, stage.index, now) for page in order.pages)
+        first = stage.index * self._acks
+        done = [StoreDone(order.epoch, first + rank, order.transfer, stored) for rank in range(self._acks)]
+        self._heap.at(now + self._control_s(), lambda: self._tell(done))
+
+
+def forward_s(cluster: Cluster, plan: Plan) -> tuple[float, int, int]:
+    """What a plan takes on all stages together, without what each stage adds; its prefill tokens; its decodes.
+
+    A prompt's piece of x tokens after L costs t(L + x) - t(L) with t(l) = a l^2 + b l.
+    """
+    forward = cluster.forward
+    quadratic = forward.quadratic_s
+    tokens = context = decodes = 0
+    seconds = 0.0
+    for piece in plan.pieces:
+        count = len(piece.tokens) >> 2
+        if count == 1:
+            decodes += 1
+            context += piece.start
+        else:
+            tokens += count
+            seconds += quadratic * count * (count + 2 * piece.start)
+    seconds += forward.linear_s * tokens + forward.decode_s * decodes + forward.decode_context_s * context
+    return seconds + forward.fixed_s, tokens, decodes
