@@ -36,6 +36,12 @@ class DType(StrEnum):
     BFLOAT16 = "bfloat16"
 
 
+class Kernels(StrEnum):
+    AUTO = "auto"
+    NATIVE = "native"
+    TORCH = "torch"
+
+
 class KvDType(StrEnum):
     AUTO = "auto"
     FLOAT32 = "float32"
@@ -104,6 +110,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     tp: Annotated[int, Setting("ranks that share each layer by heads", "ranks", 1, 1024, ("--tensor-parallel-size",))] = 1
     dtype: Annotated[DType, Setting("weights and activations; auto = the model's own")] = DType.AUTO
     device: Annotated[Device, Setting("where stages compute")] = Device.CPU
+    kernels: Annotated[
+        Kernels,
+        Setting("what computes; auto = on a CPU compiled for this machine at first use, where there is a C compiler, else PyTorch's"),
+    ] = Kernels.AUTO
     threads_per_rank: Annotated[
         int | None, Setting("compute threads of one rank; cores / ranks on this machine if not given", "threads", 1, 1024)
     ] = None

@@ -59,13 +59,15 @@ class Span:
 class StageBatch:
     """What a stage computes in one pass. All tensors are int64 on the stage's device.
 
-    positions (T,); page_tables: per sequence (pages,); write_rows, write_pages, write_offsets (W,): row `write_rows[i]`
-    writes to slot `write_offsets[i]` of page `write_pages[i]`; sample_rows (S,): rows whose logits are wanted.
+    positions (T,); page_tables: per sequence (pages,), views of flat_tables, one after the other; write_rows, write_pages,
+    write_offsets (W,): row `write_rows[i]` writes to slot `write_offsets[i]` of page `write_pages[i]`; sample_rows (S,): rows whose
+    logits are wanted.
     """
 
     positions: Tensor
     spans: list[Span]
     page_tables: list[Tensor]
+    flat_tables: Tensor
     write_rows: Tensor
     write_pages: Tensor
     write_offsets: Tensor
@@ -107,13 +109,15 @@ def build_batch(sequences: Sequence[SequenceWork], page_size: int, device: torch
     def move(array: npt.NDArray[np.int64]) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(device)
 
+    flat_tables = move(flat)
     return StageBatch(
         positions=move(positions),
         spans=[
             Span(int(start), work.rows, work.context, write <= work.context)
             for start, work, write in zip(starts, sequences, writes, strict=True)
         ],
-        page_tables=list(torch.split(move(flat), used.tolist())),
+        page_tables=list(torch.split(flat_tables, used.tolist())),
+        flat_tables=flat_tables,
         write_rows=move(write_rows),
         write_pages=move(flat[table_start + written // page_size]),
         write_offsets=move(written % page_size),

@@ -42,9 +42,14 @@ class RopeTable:
 
     def at(self, positions: Tensor, position_max: int) -> tuple[Tensor, Tensor]:
         """cos `(T, 1, head_dim)` and sin `(T, 1, head_dim / 2)` at `positions (T,)`, all at most `position_max`."""
+        cos, sin = self.tables(position_max)
+        return cos[positions].unsqueeze(1), sin[positions].unsqueeze(1)
+
+    def tables(self, position_max: int) -> tuple[Tensor, Tensor]:
+        """cos `(positions, head_dim)` and sin `(positions, head_dim / 2)` of all positions, at least up to `position_max`."""
         if position_max >= self._cos.shape[0]:
             self._grow(position_max + 1)
-        return self._cos[positions].unsqueeze(1), self._sin[positions].unsqueeze(1)
+        return self._cos, self._sin
 
     def _grow(self, rows: int) -> None:
         rows = max(rows, min(self._limit, 2 * self._cos.shape[0]), 2048)

@@ -50,11 +50,12 @@ class WorkerBoot(msgspec.Struct, frozen=True):
     """One rank's world. ``rank`` = stage * tp + tp_rank.
 
     ``device_memory``: bytes for this rank's KV pages (0: what the device has left once the weights are loaded); ``host_memory``
-    likewise for its host pages; ``kv_dtype``: a name of `models.kv_format`, or ``auto``. ``store_url`` and ``store_secret``: the
-    store below them, if any; ``staged``: its pages come by the staged route; ``namespace``: what all pages there share whatever grid
-    wrote them (`core.hashing.root_hash` without a salt). ``max_plan_tokens``: no plan has more tokens. Plans come and acks go over
-    ``plan_endpoint`` with ``plan_identity``; heartbeats, tickets and their acks go over ``io_endpoint`` with ``io_identity``, on a
-    thread of its own. ``ring_fd``: the memory of its span ring; -1: it keeps a private one.
+    likewise for its host pages; ``kv_dtype``: a name of `models.kv_format`, or ``auto``; ``kernels``: of `models.llama.Kernels`.
+    ``store_url`` and ``store_secret``: the store below them, if any; ``staged``: its pages come by the staged route; ``namespace``:
+    what all pages there share whatever grid wrote them (`core.hashing.root_hash` without a salt). ``max_plan_tokens``: no plan has
+    more tokens. Plans come and acks go over ``plan_endpoint`` with ``plan_identity``; heartbeats, tickets and their acks go over
+    ``io_endpoint`` with ``io_identity``, on a thread of its own. ``ring_fd``: the memory of its span ring; -1: it keeps a private
+    one.
     """
 
     epoch: int
@@ -77,6 +78,7 @@ class WorkerBoot(msgspec.Struct, frozen=True):
     parent_pid: int
     host_memory: int = 0
     kv_dtype: str = "auto"
+    kernels: str = "auto"
     store_url: str | None = None
     store_secret: str | None = None
     staged: bool = False

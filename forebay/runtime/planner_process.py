@@ -366,6 +366,7 @@ def worker_template(boot: PlannerBoot, config: PlannerConfig, store: StoreDesk |
         model_path=boot.model_path,
         dtype=boot.dtype,
         kv_dtype=boot.kv_dtype,
+        kernels=settings.kernels.value,
         device=settings.device,
         threads=boot.threads,
         page_size=settings.page_size,

@@ -16,7 +16,7 @@ from forebay.models.config import ModelConfig, load_config
 from forebay.models.errors import ModelError
 from forebay.models.kv import KVPool, page_block
 from forebay.models.kv_format import KvFormat, kv_format
-from forebay.models.llama import Stage, load_stage
+from forebay.models.llama import Kernels, Stage, load_stage
 from forebay.models.shard import Shard, shards
 from forebay.observe.events import SpanRing
 from forebay.observe.figures import Meter
@@ -167,7 +167,7 @@ def load(boot: WorkerBoot) -> LoadedRank:
     config = load_config(path)
     shard = shards(config, boot.pp, boot.tp)[place.stage][place.tp_rank]
     try:
-        stage = load_stage(path, config, shard, _DTYPES[boot.dtype], device)
+        stage = load_stage(path, config, shard, _DTYPES[boot.dtype], device, kernels=Kernels(boot.kernels))
     except (MemoryError, RuntimeError) as error:
         if not _is_shortage(error):
             raise

@@ -15,7 +15,7 @@ from forebay.models.batch import SequenceWork, build_batch
 from forebay.models.config import ModelConfig, load_config
 from forebay.models.kv import KVPool
 from forebay.models.kv_format import KvFormat
-from forebay.models.llama import Stage, load_stage
+from forebay.models.llama import Kernels, Stage, load_stage
 from forebay.models.resolve import resolve_model
 from forebay.models.shard import shards
 
@@ -51,12 +51,13 @@ class Pipeline:
         pages: int = 64,
         page: int = PAGE,
         form: KvFormat | None = None,
+        kernels: Kernels = Kernels.NATIVE,
     ) -> Pipeline:
         config = load_config(path)
         row = [stage[0] for stage in shards(config, pp, 1)]
         return cls(
             config,
-            [load_stage(path, config, shard, dtype) for shard in row],
+            [load_stage(path, config, shard, dtype, kernels=kernels) for shard in row],
             [KVPool(config, shard, pages, page, dtype, torch.device("cpu"), form) for shard in row],
         )
 

@@ -10,6 +10,7 @@ from forebay.models.block import Part
 from forebay.models.config import load_config
 from forebay.models.kv import KVPool
 from forebay.models.kv_format import KV_FORMATS, kv_format
+from forebay.models.llama import Kernels
 from forebay.models.shard import whole
 from forebay.runtime.host_pool import HostPool
 
@@ -60,14 +61,15 @@ def test_a_block_holds_each_layers_pieces_where_the_layout_says(name, make_model
 
 
 @pytest.mark.parametrize("name", ["float16", *SCALED])
-def test_chunks_read_the_same_quantised_pages_as_one_pass(name, make_model, pipeline) -> None:
+@pytest.mark.parametrize("kernels", [Kernels.NATIVE, Kernels.TORCH])
+def test_chunks_read_the_same_quantised_pages_as_one_pass(name, kernels, make_model, pipeline) -> None:
     """Whatever is attended to went through the pages, so where a prompt is cut does not matter."""
     path = make_model()
     form = KV_FORMATS[name]
-    whole_pass = pipeline(path, 2, form=form).run(PROMPT, [SequenceWork(len(PROMPT), 0, [9, 4], sample=True)])
-    model = pipeline(path, 2, form=form)
+    whole_pass = pipeline(path, 2, form=form, kernels=kernels).run(PROMPT, [SequenceWork(len(PROMPT), 0, [9, 4], sample=True)])
+    model = pipeline(path, 2, form=form, kernels=kernels)
     model.run(PROMPT[:16], [SequenceWork(16, 0, [9, 4])])
     row = model.run(PROMPT[16:], [SequenceWork(len(PROMPT) - 16, 16, [9, 4], sample=True)])
     assert (row - whole_pass).abs().max() <= 1e-3
-    plain = pipeline(path, 2).run(PROMPT, [SequenceWork(len(PROMPT), 0, [9, 4], sample=True)])
+    plain = pipeline(path, 2, kernels=kernels).run(PROMPT, [SequenceWork(len(PROMPT), 0, [9, 4], sample=True)])
     assert 0 < (whole_pass - plain).abs().max() < 0.25 * plain.abs().max()

@@ -10,6 +10,7 @@ import torch
 
 from forebay.models.batch import SequenceWork, build_batch
 from forebay.models.errors import ModelError
+from forebay.models.llama import Kernels
 
 TOLERANCE = 1e-3
 PROMPT = [5, 17, 3, 88, 41, 9, 9, 60, 23, 71, 12, 54, 33, 2, 90, 7, 19, 45, 66, 81, 30]
@@ -76,16 +77,17 @@ def test_logits_and_greedy_tokens_equal_transformers(name, make_model, reference
     family, changes = VARIANTS[name]
     path = make_model(family, **changes)
     tokens, logits = greedy(reference(path), PROMPT, 24)
-    for pp in (1, 3):
-        ours, rows = pipeline(path, pp).generate(PROMPT, 24, PAGES)
+    for pp, kernels in ((1, Kernels.NATIVE), (3, Kernels.NATIVE), (1, Kernels.TORCH)):
+        ours, rows = pipeline(path, pp, kernels=kernels).generate(PROMPT, 24, PAGES)
         assert (rows - logits).abs().max() <= TOLERANCE
         assert ours == tokens
 
 
-def test_bfloat16_text_follows_transformers(make_model, reference, pipeline):
+@pytest.mark.parametrize("kernels", [Kernels.NATIVE, Kernels.TORCH])
+def test_bfloat16_text_follows_transformers(make_model, reference, pipeline, kernels):
     path = make_model()
     tokens, logits = greedy(reference(path, torch.bfloat16), PROMPT, 32)
-    ours, rows = pipeline(path, 2, torch.bfloat16).generate(PROMPT, 32, PAGES)
+    ours, rows = pipeline(path, 2, torch.bfloat16, kernels=kernels).generate(PROMPT, 32, PAGES)
     assert rows.dtype == torch.float32
     assert_same_text(ours, tokens, logits, 0.25)
 
