@@ -26,8 +26,8 @@ INLINE f32x16 N(mac)(f32x16 sum, U a, UV b) {
 INLINE f32x16 N(mac)(f32x16 sum, U a, UV b) { return sum + splat(a) * b; }
 #endif
 
-/* sums[m][j] = sum over k of a[m * row + k * step] * b[j][k]: rows x cols registers, b's columns `apart` units from each other. */
-INLINE void N(tile)(const U *a, long row, long step, const U *b, long apart, long depth, int rows, int cols, f32x16 sums[ROWS][COLS]) {
+/* sums[m][j] = sum over k of a[m * row + k * step] * (16 of b from j * apart + k * across): rows x cols registers. */
+INLINE void N(tile)(const U *a, long row, long step, const U *b, long apart, long across, long depth, int rows, int cols, f32x16 sums[ROWS][COLS]) {
     f32x16 s[ROWS][COLS];
 #pragma GCC unroll 8
     for (int m = 0; m < rows; m++)
@@ -36,7 +36,7 @@ INLINE void N(tile)(const U *a, long row, long step, const U *b, long apart, lon
     for (long k = 0; k < depth; k++) {
         UV column[COLS];
 #pragma GCC unroll 3
-        for (int j = 0; j < cols; j++) memcpy(&column[j], b + j * apart + k * LANES, sizeof(UV));
+        for (int j = 0; j < cols; j++) memcpy(&column[j], b + j * apart + k * across, sizeof(UV));
 #pragma GCC unroll 8
         for (int m = 0; m < rows; m++)
 #pragma GCC unroll 3
@@ -49,9 +49,9 @@ INLINE void N(tile)(const U *a, long row, long step, const U *b, long apart, lon
 }
 
 /* The same with rows and cols that are known only now. */
-static void N(product)(const U *a, long row, long step, const U *b, long apart, long depth, int rows, int cols, f32x16 sums[ROWS][COLS]) {
+static void N(product)(const U *a, long row, long step, const U *b, long apart, long across, long depth, int rows, int cols, f32x16 sums[ROWS][COLS]) {
 #define CASE(r, c) \
-    case (r) * 4 + (c): N(tile)(a, row, step, b, apart, depth, r, c, sums); break;
+    case (r) * 4 + (c): N(tile)(a, row, step, b, apart, across, depth, r, c, sums); break;
 #define CASES(r) CASE(r, 1) CASE(r, 2) CASE(r, 3)
     switch (rows * 4 + cols) { CASES(1) CASES(2) CASES(3) CASES(4) CASES(5) CASES(6) CASES(7) CASES(8) }
 #undef CASES
@@ -112,8 +112,8 @@ static void N(linear_item)(void *context, int item, int thread) {
         int rows = stop - m < ROWS ? stop - m : ROWS;
         f32x16 sums[ROWS][COLS], seconds[ROWS][COLS];
         const U *x = (const U *)(job->x + (long)m * job->inner);
-        N(product)(x, depth, 1, job->weight + (long)first / LANES * apart, apart, depth, rows, cols, sums);
-        if (job->second) N(product)(x, depth, 1, job->second + (long)first / LANES * apart, apart, depth, rows, cols, seconds);
+        N(product)(x, depth, 1, job->weight + (long)first / LANES * apart, apart, LANES, depth, rows, cols, sums);
+        if (job->second) N(product)(x, depth, 1, job->second + (long)first / LANES * apart, apart, LANES, depth, rows, cols, seconds);
         for (int i = 0; i < rows; i++)
             for (int j = 0; j < cols; j++) {
                 int at = first + j * LANES, n = job->outputs - at < LANES ? job->outputs - at : LANES;
@@ -219,8 +219,10 @@ typedef struct {
     float *sums;      /* [head_dim][COLS][16]: of values, weighted */
     T *keys, *values; /* [KEYS][head_dim], for formats other than T's own */
     U *pairs;         /* [KEYS / PER][head_dim]: values of PER keys side by side */
+    U *turned;        /* [head_dim / PER][KEYS]: keys, transposed */
     f32x16 highest[COLS], totals[COLS];
     i32x16 positions[COLS];
+    float few_highest[FEW], few_totals[FEW];
 } N(Scratch);
 
 static N(Scratch) N(scratch)(char *memory, int dim) {
@@ -233,6 +235,7 @@ static N(Scratch) N(scratch)(char *memory, int dim) {
     s.keys = (T *)(s.sums + lanes * dim);
     s.values = s.keys + KEYS * dim;
     s.pairs = (U *)(s.values + KEYS * dim);
+    s.turned = s.pairs + KEYS / PER * dim;
     return s;
 }
 
@@ -277,12 +280,12 @@ INLINE void N(soften)(N(Scratch) *s, int count, int cols, long first_key, int is
             highest = max16(x, highest);
         }
         keep[j] = exp16(s->highest[j] - highest);
-        f32x16 total = s->totals[j] * keep[j];
+        f32x16 part = {};
         for (int k = 0; k < padded; k += PER) {
             f32x16 p[PER];
             for (int i = 0; i < PER; i++) {
                 p[i] = k + i < count ? exp16(*(f32x16 *)(s->scores + ((k + i) * COLS + j) * LANES) - highest) : (f32x16){};
-                total += p[i];
+                part += p[i];
             }
             U *unit = s->probabilities + ((long)j * KEYS / PER + k / PER) * LANES;
 #ifdef IS_BF16
@@ -293,7 +296,7 @@ INLINE void N(soften)(N(Scratch) *s, int count, int cols, long first_key, int is
 #endif
         }
         s->highest[j] = highest;
-        s->totals[j] = total;
+        s->totals[j] = s->totals[j] * keep[j] + part;
     }
 }
 
@@ -303,18 +306,85 @@ static void N(attend_keys)(N(Scratch) *s, const T *keys, const U *values, int co
     long depth = dim / PER;
     for (int k = 0; k < count; k += ROWS) {
         int rows = count - k < ROWS ? count - k : ROWS;
-        N(product)((const U *)(keys + k * dim), depth, 1, s->queries, depth * LANES, depth, rows, cols, found);
+        N(product)((const U *)(keys + k * dim), depth, 1, s->queries, depth * LANES, LANES, depth, rows, cols, found);
         for (int m = 0; m < rows; m++)
             for (int j = 0; j < cols; j++) memcpy(s->scores + ((k + m) * COLS + j) * LANES, &found[m][j], sizeof(f32x16));
     }
     N(soften)(s, count, cols, first_key, is_masked, scale, keep);
     for (int i = 0; i < dim; i += ROWS) {
         int rows = dim - i < ROWS ? dim - i : ROWS;
-        N(product)(values + i, 1, dim, s->probabilities, (long)KEYS / PER * LANES, (count + PER - 1) / PER, rows, cols, found);
+        N(product)(values + i, 1, dim, s->probabilities, (long)KEYS / PER * LANES, LANES, (count + PER - 1) / PER, rows, cols, found);
         for (int m = 0; m < rows; m++)
             for (int j = 0; j < cols; j++) {
                 f32x16 *sum = (f32x16 *)(s->sums + ((i + m) * COLS + j) * LANES);
                 *sum = *sum * keep[j] + found[m][j];
+            }
+    }
+}
+
+/* ---- the same for one row: keys, then numbers of a head, are the columns, since a few queries would leave most lanes idle ---- */
+
+/* Missing keys become 0. */
+static void N(turn)(const U *keys, int count, long depth, U *turned) {
+    for (int key = 0; key < count; key += LANES)
+        for (long k = 0; k < depth; k += LANES) {
+            u32x16 block[LANES] = {};
+            long wide = depth - k < LANES ? depth - k : LANES, high = count - key < LANES ? count - key : LANES;
+            if (wide == LANES && high == LANES)
+                for (int i = 0; i < LANES; i++) memcpy(&block[i], keys + (key + i) * depth + k, sizeof block[i]);
+            else
+                for (int i = 0; i < high; i++) memcpy(&block[i], keys + (key + i) * depth + k, (size_t)wide * sizeof(U));
+            transpose16(block);
+            for (int i = 0; i < wide; i++) memcpy(turned + (k + i) * KEYS + key, &block[i], sizeof block[i]);
+        }
+}
+
+/* As `soften`, bit for bit, with the keys of one query side by side. */
+static void N(soften_few)(N(Scratch) *s, int count, int queries, float scale, float keep[FEW]) {
+    int padded = (count + LANES - 1) / LANES * LANES;
+    i32x16 lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    for (int q = 0; q < queries; q++) {
+        f32x16 largest = splat(s->few_highest[q]);
+        for (int k = 0; k < padded; k += LANES) {
+            f32x16 *score = (f32x16 *)(s->scores + q * KEYS + k);
+            *score = select16(lane < count - k, *score * scale, splat(-INFINITY));
+            largest = max16(*score, largest);
+        }
+        float highest = largest[0];
+        for (int i = 1; i < LANES; i++) highest = largest[i] > highest ? largest[i] : highest;
+        keep[q] = exp16(splat(s->few_highest[q]) - highest)[0];
+        for (int k = 0; k < padded; k += LANES) {
+            f32x16 *score = (f32x16 *)(s->scores + q * KEYS + k);
+            *score = exp16(*score - highest);
+            STORE((T *)s->probabilities + q * KEYS + k, *score, LANES);
+        }
+        s->few_highest[q] = highest;
+    }
+    float parts[FEW] = {};
+    for (int k = 0; k < count; k++)
+        for (int q = 0; q < queries; q++) parts[q] += s->scores[q * KEYS + k];
+    for (int q = 0; q < queries; q++) s->few_totals[q] = s->few_totals[q] * keep[q] + parts[q];
+}
+
+static void N(attend_keys_few)(N(Scratch) *s, const T *query, const T *keys, const U *values, int count, int queries, int dim, float scale) {
+    f32x16 found[ROWS][COLS];
+    float keep[FEW];
+    long depth = dim / PER;
+    N(turn)((const U *)keys, count, depth, s->turned);
+    for (int k = 0; k < count; k += 2 * LANES) {
+        int cols = count - k > LANES ? 2 : 1;
+        N(product)((const U *)query, depth, 1, s->turned + k, LANES, KEYS, depth, queries, cols, found);
+        for (int q = 0; q < queries; q++)
+            for (int j = 0; j < cols; j++) memcpy(s->scores + q * KEYS + k + j * LANES, &found[q][j], sizeof(f32x16));
+    }
+    N(soften_few)(s, count, queries, scale, keep);
+    for (int i = 0; i < dim; i += 2 * LANES) {
+        int cols = dim - i > LANES ? 2 : 1;
+        N(product)(s->probabilities, KEYS / PER, 1, values + i, LANES, dim, (count + PER - 1) / PER, queries, cols, found);
+        for (int q = 0; q < queries; q++)
+            for (int j = 0; j < cols; j++) {
+                f32x16 *sum = (f32x16 *)(s->sums + q * dim + i + j * LANES);
+                *sum = *sum * keep[q] + found[q][j];
             }
     }
 }
@@ -326,53 +396,75 @@ typedef struct {
     int block_rows; /* query rows of an item */
 } N(Attention);
 
-/* Which span, head and rows an item is; the last rows, which see most, come first. */
+/* Where an item's queries are: `rows` rows from row `first` of a span, heads of one key/value head. */
+typedef struct {
+    const Span *span;
+    int head, first, rows, groups;
+    const T *queries;
+    long width; /* from row to row */
+} N(Place);
+
+/* The last rows, which see most, come first. */
+static N(Place) N(place)(const N(Attention) *job, int item) {
+    const Shape *shape = &job->engine->shape;
+    const Span *span = job->batch->spans + job->batch->span_count - 1;
+    while (item < span->items_before) span--;
+    int within = item - span->items_before, blocks = (span->rows + job->block_rows - 1) / job->block_rows;
+    N(Place) at = {.span = span, .head = within % shape->kv_heads, .groups = shape->heads / shape->kv_heads};
+    at.first = (blocks - 1 - within / shape->kv_heads) * job->block_rows;
+    at.rows = span->rows - at.first < job->block_rows ? span->rows - at.first : job->block_rows;
+    at.width = (shape->heads + 2L * shape->kv_heads) * shape->head_dim;
+    at.queries = (const T *)job->engine->qkv + (span->row_start + at.first) * at.width + at.head * at.groups * shape->head_dim;
+    return at;
+}
+
+/* Queries into columns; nothing seen yet. */
+static void N(begin)(N(Scratch) *s, const N(Place) *at, int cols, int dim) {
+    long depth = dim / PER;
+    memset(s->queries, 0, sizeof(U) * cols * LANES * depth);
+    for (int q = 0; q < FEW; q++) s->few_highest[q] = -1e30f, s->few_totals[q] = 0;
+    for (int j = 0; j < cols; j++) {
+        s->highest[j] = splat(-1e30f);
+        s->totals[j] = (f32x16){};
+        for (int lane = 0; lane < LANES; lane++) {
+            int column = j * LANES + lane, row = column / at->groups;
+            s->positions[j][lane] = at->span->context + at->first + (row < at->rows ? row : 0);
+            if (row >= at->rows) continue;
+            const U *own = (const U *)(at->queries + row * at->width + column % at->groups * dim);
+            for (long k = 0; k < depth; k++) s->queries[(j * depth + k) * LANES + lane] = own[k];
+        }
+    }
+}
+
 static void N(attention_item)(void *context, int item, int thread) {
     const N(Attention) *job = context;
     const Shape *shape = &job->engine->shape;
     const Batch *batch = job->batch;
-    const Span *span = batch->spans + batch->span_count - 1;
-    while (item < span->items_before) span--;
-    int blocks = (span->rows + job->block_rows - 1) / job->block_rows, within = item - span->items_before;
-    int head = within % shape->kv_heads, block = blocks - 1 - within / shape->kv_heads;
-    int dim = shape->head_dim, groups = shape->heads / shape->kv_heads, format = shape->kv_format;
-    int first = block * job->block_rows, rows = span->rows - first < job->block_rows ? span->rows - first : job->block_rows;
-    int columns = rows * groups, cols = (columns + LANES - 1) / LANES;
-    long width = shape->heads + 2 * shape->kv_heads, depth = dim / PER;
+    N(Place) at = N(place)(job, item);
+    int dim = shape->head_dim, columns = at.rows * at.groups, cols = (columns + LANES - 1) / LANES;
+    int is_few = at.rows == 1 && at.groups <= FEW && dim % LANES == 0;
+    float scale = job->engine->score_scale;
     N(Scratch) s = N(scratch)(job->engine->scratch + (size_t)thread * job->engine->scratch_stride, dim);
-
-    memset(s.queries, 0, sizeof(U) * cols * LANES * depth);
+    N(begin)(&s, &at, cols, dim);
     memset(s.sums, 0, sizeof(float) * COLS * LANES * dim);
-    for (int j = 0; j < cols; j++) {
-        s.highest[j] = splat(-1e30f);
-        s.totals[j] = (f32x16){};
-        for (int lane = 0; lane < LANES; lane++) {
-            int column = j * LANES + lane, row = first + (column < columns ? column / groups : 0);
-            s.positions[j][lane] = span->context + row;
-            if (column >= columns) continue;
-            const U *query = (const U *)((const T *)job->engine->qkv + ((span->row_start + row) * width + head * groups + column % groups) * dim);
-            for (long k = 0; k < depth; k++) s.queries[(j * depth + k) * LANES + lane] = query[k];
-        }
+    long first_sees = at.span->context + at.first, last_sees = first_sees + at.rows - 1; /* the last keys of the first and the last row */
+    for (long key = 0, count; key <= last_sees; key += count) {
+        long within = key % batch->page_size, page = batch->tables[at.span->table_start + key / batch->page_size];
+        count = batch->page_size - within < KEYS ? batch->page_size - within : KEYS;
+        count = last_sees + 1 - key < count ? last_sees + 1 - key : count;
+        long slot = (page * shape->kv_heads + at.head) * batch->page_size + within;
+        const T *keys = N(rows_of)(job->pages->keys, job->pages->key_scales, shape->kv_format, slot, (int)count, dim, s.keys);
+        const T *values = N(rows_of)(job->pages->values, job->pages->value_scales, shape->kv_format, slot, (int)count, dim, s.values);
+        const U *pairs = N(pair_up)(values, (int)count, dim, s.pairs);
+        if (is_few) N(attend_keys_few)(&s, at.queries, keys, pairs, (int)count, columns, dim, scale);
+        else N(attend_keys)(&s, keys, pairs, (int)count, cols, dim, key, key + count - 1 > first_sees, scale);
     }
-    long sees_first = span->context + first, sees_last = sees_first + rows - 1; /* the last keys of the first and the last row */
-    for (long page_start = 0; page_start <= sees_last; page_start += batch->page_size) {
-        long page = batch->tables[span->table_start + page_start / batch->page_size];
-        for (long key = page_start; key < page_start + batch->page_size && key <= sees_last; key += KEYS) {
-            long left = page_start + batch->page_size - key;
-            if (sees_last + 1 - key < left) left = sees_last + 1 - key;
-            int count = left < KEYS ? (int)left : KEYS;
-            long slot = (page * shape->kv_heads + head) * batch->page_size + (key - page_start);
-            const T *keys = N(rows_of)(job->pages->keys, job->pages->key_scales, format, slot, count, dim, s.keys);
-            const T *values = N(rows_of)(job->pages->values, job->pages->value_scales, format, slot, count, dim, s.values);
-            N(attend_keys)(&s, keys, N(pair_up)(values, count, dim, s.pairs), count, cols, dim, key, key + count - 1 > sees_first, job->engine->score_scale);
-        }
-    }
-    T *out = (T *)job->engine->attended;
     for (int column = 0; column < columns; column++) {
-        int row = span->row_start + first + column / groups, j = column / LANES, lane = column % LANES;
-        T *to = out + ((long)row * shape->heads + head * groups + column % groups) * dim;
-        float total = s.totals[j][lane];
-        for (int i = 0; i < dim; i++) N(set)(to + i, s.sums[(i * COLS + j) * LANES + lane] / total);
+        int row = at.span->row_start + at.first + column / at.groups, j = column / LANES, lane = column % LANES;
+        T *to = (T *)job->engine->attended + ((long)row * shape->heads + at.head * at.groups + column % at.groups) * dim;
+        const float *sums = is_few ? s.sums + column * dim : s.sums + j * LANES + lane;
+        float total = is_few ? s.few_totals[column] : s.totals[j][lane];
+        for (long i = 0; i < dim; i++) N(set)(to + i, sums[is_few ? i : i * COLS * LANES] / total);
     }
 }
 

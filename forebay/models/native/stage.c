@@ -10,6 +10,7 @@
 #define ROWS 8         /* of a tile: 8 rows x 3 registers = 24 of 32 accumulators */
 #define COLS 3
 #define KEYS 64        /* keys that are scored before their values are added */
+#define FEW 8          /* query heads of a key/value head that one decoded row brings */
 #define CHUNK_ROWS 128 /* of a work item of a product */
 
 typedef struct {
@@ -153,7 +154,7 @@ EXPORT int forebay_knows(int kv_format) {
 }
 
 /* What one thread's Scratch takes at most; of float32, which is never less than that of bfloat16. */
-static size_t scratch_bytes(size_t dim) { return sizeof(float) * (2 * COLS * LANES * (dim + KEYS) + 3 * KEYS * dim) + 4096; }
+static size_t scratch_bytes(size_t dim) { return sizeof(float) * (2 * COLS * LANES * (dim + KEYS) + 4 * KEYS * dim) + 4096; }
 
 /* NULL without memory or threads. */
 EXPORT Engine *forebay_open(const Shape *shape) {

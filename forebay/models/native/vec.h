@@ -26,6 +26,32 @@ INLINE f32x16 select16(i32x16 mask, f32x16 yes, f32x16 no) { return (f32x16)((ma
 
 INLINE f32x16 max16(f32x16 a, f32x16 b) { return select16(a > b, a, b); }
 
+/* Rows become columns: four rounds of exchanges between rows 8, 4, 2 and 1 apart. */
+INLINE void transpose16(u32x16 r[LANES]) {
+#define ROUND(s, ...) \
+    for (int i = 0; i < LANES; i++) \
+        if (!(i & s)) { \
+            u32x16 a = r[i], b = r[i | s]; \
+            r[i] = __builtin_shufflevector(a, b, __VA_ARGS__); \
+            r[i | s] = SECOND(a, b, s); \
+        }
+#define SECOND(a, b, s) \
+    (s == 8   ? __builtin_shufflevector(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31) \
+     : s == 4 ? __builtin_shufflevector(a, b, 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31) \
+     : s == 2 ? __builtin_shufflevector(a, b, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31) \
+              : __builtin_shufflevector(a, b, 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31))
+#pragma GCC unroll 16
+    ROUND(8, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23)
+#pragma GCC unroll 16
+    ROUND(4, 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27)
+#pragma GCC unroll 16
+    ROUND(2, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29)
+#pragma GCC unroll 16
+    ROUND(1, 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30)
+#undef SECOND
+#undef ROUND
+}
+
 INLINE float sum16(f32x16 x) {
     float total = 0;
     for (int i = 0; i < LANES; i++) total += x[i];
