@@ -229,6 +229,20 @@ def bench_ttft(
     raise typer.Exit(run_bench_ttft(asked, settings, config))
 
 
+@bench.command("kv")
+def bench_kv(
+    model: Model,
+    dtype: Annotated[str, typer.Option(help="of the computation: auto, float32 or bfloat16")] = "auto",
+    tokens: Annotated[int, typer.Option(help="length of each text")] = 512,
+    page_size: Annotated[int, typer.Option("--page-size", help="tokens of a page")] = 64,
+    json: Json = False,
+) -> None:
+    """What each format of the KV cache costs in quality: divergence from the unquantised run, and greedy agreement."""
+    from forebay.cli.bench_kv import run_bench_kv
+
+    run_bench_kv(model, dtype, tokens, page_size, json)
+
+
 @bench.command("store", context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
 def bench_store(context: typer.Context) -> None:
     """Measure the store: puts, gets, exists, and prefetch on exist."""
