@@ -243,7 +243,11 @@ def test_without_a_working_compiler_one_line_says_so(monkeypatch, tmp_path: Path
         library.cache_clear()
 
 
-@pytest.mark.parametrize("flags", ["-mno-avx512bf16", "-mno-avx512f", "-mno-avx"])
+# With fewer registers than the tiles are made for, compiling takes long.
+SLOW_TO_COMPILE = [pytest.param(flags, marks=pytest.mark.slow) for flags in ("-mno-avx512f", "-mno-avx")]
+
+
+@pytest.mark.parametrize("flags", ["-mno-avx512bf16", *SLOW_TO_COMPILE])
 def test_code_for_lesser_machines_computes_the_same(monkeypatch, tmp_path: Path, flags: str) -> None:
     config = make_config(2, 3, 32, 96, 160, flags=True)
     batch = build_batch([SequenceWork(21, 0, [1, 4]), SequenceWork(1, 40, [6, 7, 9])], 16)

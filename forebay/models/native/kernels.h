@@ -256,9 +256,12 @@ INLINE const T *N(rows_of)(const void *pool, const float *scales, int format, lo
 INLINE const U *N(pair_up)(const T *values, int count, int dim, U *pairs) {
 #ifdef IS_BF16
     for (int k = 0; k < count; k += 2)
-        for (int i = 0; i < dim; i++) {
-            U second = k + 1 < count ? values[(k + 1) * dim + i] : 0;
-            pairs[k / 2 * dim + i] = values[k * dim + i] | second << 16;
+        for (int i = 0; i < dim; i += LANES) {
+            int n = dim - i < LANES ? dim - i : LANES;
+            u32x16 first = load_bits(values + k * dim + i, n), second = {};
+            if (k + 1 < count) second = load_bits(values + (k + 1) * dim + i, n);
+            first |= second << 16;
+            store_f32((float *)(pairs + k / 2 * dim + i), (f32x16)first, n);
         }
     return pairs;
 #else
@@ -269,7 +272,7 @@ INLINE const U *N(pair_up)(const T *values, int count, int dim, U *pairs) {
 
 /* Scores -> probabilities up to the common factor, and what they do to the running sums (online softmax, arXiv 2205.14135). */
 INLINE void N(soften)(N(Scratch) *s, int count, int cols, long first_key, int is_masked, float scale, f32x16 keep[COLS]) {
-    int padded = (count + PER - 1) / PER * PER;
+    int padded = (count + LANES - 1) / LANES * LANES;
     for (int j = 0; j < cols; j++) {
         f32x16 highest = s->highest[j];
         for (int k = 0; k < count; k++) {
@@ -280,23 +283,29 @@ INLINE void N(soften)(N(Scratch) *s, int count, int cols, long first_key, int is
             highest = max16(x, highest);
         }
         keep[j] = exp16(s->highest[j] - highest);
-        f32x16 part = {};
-        for (int k = 0; k < padded; k += PER) {
-            f32x16 p[PER];
-            for (int i = 0; i < PER; i++) {
-                p[i] = k + i < count ? exp16(*(f32x16 *)(s->scores + ((k + i) * COLS + j) * LANES) - highest) : (f32x16){};
-                part += p[i];
+        f32x16 parts[LANES] = {};
+        for (int k = 0; k < padded; k += LANES)
+#pragma GCC unroll 16
+            for (int i = 0; i < LANES; i++) {
+                f32x16 *score = (f32x16 *)(s->scores + ((k + i) * COLS + j) * LANES);
+                *score = k + i < count ? exp16(*score - highest) : (f32x16){};
+                parts[i] += *score;
             }
+        for (int k = 0; k < padded; k += PER) {
+            const f32x16 *p = (const f32x16 *)(s->scores + (k * COLS + j) * LANES);
             U *unit = s->probabilities + ((long)j * KEYS / PER + k / PER) * LANES;
 #ifdef IS_BF16
-            u32x16 both = __builtin_convertvector(narrow(p[0]), u32x16) | __builtin_convertvector(narrow(p[1]), u32x16) << 16;
+            u32x16 both = lengthen(narrow(p[0])) | lengthen(narrow(p[COLS])) << 16;
             memcpy(unit, &both, sizeof both);
 #else
-            memcpy(unit, &p[0], sizeof p[0]);
+            memcpy(unit, p, sizeof *p);
 #endif
         }
+#pragma GCC unroll 4
+        for (int half = LANES / 2; half; half /= 2)
+            for (int i = 0; i < half; i++) parts[i] += parts[i + half];
         s->highest[j] = highest;
-        s->totals[j] = s->totals[j] * keep[j] + part;
+        s->totals[j] = s->totals[j] * keep[j] + parts[0];
     }
 }
 
@@ -350,20 +359,17 @@ static void N(soften_few)(N(Scratch) *s, int count, int queries, float scale, fl
             *score = select16(lane < count - k, *score * scale, splat(-INFINITY));
             largest = max16(*score, largest);
         }
-        float highest = largest[0];
-        for (int i = 1; i < LANES; i++) highest = largest[i] > highest ? largest[i] : highest;
+        float highest = highest16(largest);
         keep[q] = exp16(splat(s->few_highest[q]) - highest)[0];
+        f32x16 parts = {};
         for (int k = 0; k < padded; k += LANES) {
-            f32x16 *score = (f32x16 *)(s->scores + q * KEYS + k);
-            *score = exp16(*score - highest);
-            STORE((T *)s->probabilities + q * KEYS + k, *score, LANES);
+            f32x16 p = exp16(*(f32x16 *)(s->scores + q * KEYS + k) - highest);
+            STORE((T *)s->probabilities + q * KEYS + k, p, LANES);
+            parts += p;
         }
+        s->few_totals[q] = s->few_totals[q] * keep[q] + sum16(parts);
         s->few_highest[q] = highest;
     }
-    float parts[FEW] = {};
-    for (int k = 0; k < count; k++)
-        for (int q = 0; q < queries; q++) parts[q] += s->scores[q * KEYS + k];
-    for (int q = 0; q < queries; q++) s->few_totals[q] = s->few_totals[q] * keep[q] + parts[q];
 }
 
 static void N(attend_keys_few)(N(Scratch) *s, const T *query, const T *keys, const U *values, int count, int queries, int dim, float scale) {
@@ -436,10 +442,45 @@ static void N(begin)(N(Scratch) *s, const N(Place) *at, int cols, int dim) {
     }
 }
 
+/* What was seen, divided by its total, to where the next product reads it. */
+static void N(end)(const N(Scratch) *s, const N(Attention) *job, const N(Place) *at, int is_few) {
+    int dim = job->engine->shape.head_dim, heads = job->engine->shape.heads;
+    for (int column = 0; column < at->rows * at->groups; column++) {
+        int row = at->span->row_start + at->first + column / at->groups, j = column / LANES, lane = column % LANES;
+        T *to = (T *)job->engine->attended + ((long)row * heads + at->head * at->groups + column % at->groups) * dim;
+        const float *sums = is_few ? s->sums + column * dim : s->sums + j * LANES + lane;
+        float total = is_few ? s->few_totals[column] : s->totals[j][lane];
+        for (long i = 0; i < dim; i++) N(set)(to + i, sums[is_few ? i : i * COLS * LANES] / total);
+    }
+}
+
+/* Up to KEYS keys of one head, within one page. */
+typedef struct {
+    long key, slot; /* the first: its position, and where it lies in the pool */
+    int count;
+} N(Block);
+
+static N(Block) N(block)(const N(Attention) *job, const N(Place) *at, long key, long last) {
+    const Batch *batch = job->batch;
+    long within = key % batch->page_size, page = batch->tables[at->span->table_start + key / batch->page_size];
+    long count = batch->page_size - within < KEYS ? batch->page_size - within : KEYS;
+    long slot = (page * job->engine->shape.kv_heads + at->head) * batch->page_size + within;
+    return (N(Block)){key, slot, (int)(last + 1 - key < count ? last + 1 - key : count)};
+}
+
+/* Ask for what comes next while this is computed: pages are scattered, so no hardware guesses it. */
+static void N(fetch_ahead)(const N(Attention) *job, const N(Block) *block) {
+    long bytes = job->engine->shape.head_dim * format_bytes(job->engine->shape.kv_format);
+    for (long at = block->slot * bytes; at < (block->slot + block->count) * bytes; at += 64) {
+        __builtin_prefetch((const char *)job->pages->keys + at);
+        __builtin_prefetch((const char *)job->pages->values + at);
+    }
+}
+
 static void N(attention_item)(void *context, int item, int thread) {
     const N(Attention) *job = context;
     const Shape *shape = &job->engine->shape;
-    const Batch *batch = job->batch;
+    const LayerPages *pages = job->pages;
     N(Place) at = N(place)(job, item);
     int dim = shape->head_dim, columns = at.rows * at.groups, cols = (columns + LANES - 1) / LANES;
     int is_few = at.rows == 1 && at.groups <= FEW && dim % LANES == 0;
@@ -448,24 +489,22 @@ static void N(attention_item)(void *context, int item, int thread) {
     N(begin)(&s, &at, cols, dim);
     memset(s.sums, 0, sizeof(float) * COLS * LANES * dim);
     long first_sees = at.span->context + at.first, last_sees = first_sees + at.rows - 1; /* the last keys of the first and the last row */
-    for (long key = 0, count; key <= last_sees; key += count) {
-        long within = key % batch->page_size, page = batch->tables[at.span->table_start + key / batch->page_size];
-        count = batch->page_size - within < KEYS ? batch->page_size - within : KEYS;
-        count = last_sees + 1 - key < count ? last_sees + 1 - key : count;
-        long slot = (page * shape->kv_heads + at.head) * batch->page_size + within;
-        const T *keys = N(rows_of)(job->pages->keys, job->pages->key_scales, shape->kv_format, slot, (int)count, dim, s.keys);
-        const T *values = N(rows_of)(job->pages->values, job->pages->value_scales, shape->kv_format, slot, (int)count, dim, s.values);
-        const U *pairs = N(pair_up)(values, (int)count, dim, s.pairs);
-        if (is_few) N(attend_keys_few)(&s, at.queries, keys, pairs, (int)count, columns, dim, scale);
-        else N(attend_keys)(&s, keys, pairs, (int)count, cols, dim, key, key + count - 1 > first_sees, scale);
+    N(Block) next = N(block)(job, &at, 0, last_sees);
+    while (next.count > 0) {
+        N(Block) block = next;
+        long after = block.key + block.count;
+        next.count = 0;
+        if (after <= last_sees) {
+            next = N(block)(job, &at, after, last_sees);
+            if (is_few) N(fetch_ahead)(job, &next);
+        }
+        const T *keys = N(rows_of)(pages->keys, pages->key_scales, shape->kv_format, block.slot, block.count, dim, s.keys);
+        const T *values = N(rows_of)(pages->values, pages->value_scales, shape->kv_format, block.slot, block.count, dim, s.values);
+        const U *pairs = N(pair_up)(values, block.count, dim, s.pairs);
+        if (is_few) N(attend_keys_few)(&s, at.queries, keys, pairs, block.count, columns, dim, scale);
+        else N(attend_keys)(&s, keys, pairs, block.count, cols, dim, block.key, after - 1 > first_sees, scale);
     }
-    for (int column = 0; column < columns; column++) {
-        int row = at.span->row_start + at.first + column / at.groups, j = column / LANES, lane = column % LANES;
-        T *to = (T *)job->engine->attended + ((long)row * shape->heads + at.head * at.groups + column % at.groups) * dim;
-        const float *sums = is_few ? s.sums + column * dim : s.sums + j * LANES + lane;
-        float total = is_few ? s.few_totals[column] : s.totals[j][lane];
-        for (long i = 0; i < dim; i++) N(set)(to + i, sums[is_few ? i : i * COLS * LANES] / total);
-    }
+    N(end)(&s, job, &at, is_few);
 }
 
 /* ---- halves of a layer ---- */

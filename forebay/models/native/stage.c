@@ -50,6 +50,8 @@ INLINE f32x16 get_numbers(int format, const void *pool, long at, int n) {
     }
 }
 
+INLINE int format_bytes(int format) { return format == KV_F32 ? 4 : format == KV_BF16 || format == KV_F16 ? 2 : 1; }
+
 INLINE uint8_t to_fp8(float x) {
     float size = fabsf(x) > 448.0f ? 448.0f : fabsf(x);
     uint32_t bits;

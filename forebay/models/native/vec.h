@@ -5,7 +5,7 @@
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
-#ifdef __AVX512BF16__
+#ifdef __AVX512F__
 #include <immintrin.h>
 #endif
 
@@ -52,10 +52,19 @@ INLINE void transpose16(u32x16 r[LANES]) {
 #undef ROUND
 }
 
+/* Sums in a tree, lanes 8, 4, 2 and 1 apart. */
 INLINE float sum16(f32x16 x) {
-    float total = 0;
-    for (int i = 0; i < LANES; i++) total += x[i];
-    return total;
+    x += __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7);
+    x += __builtin_shufflevector(x, x, 4, 5, 6, 7, 0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3);
+    x += __builtin_shufflevector(x, x, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3, 0, 1);
+    return x[0] + x[1];
+}
+
+INLINE float highest16(f32x16 x) {
+    x = max16(x, __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7));
+    x = max16(x, __builtin_shufflevector(x, x, 4, 5, 6, 7, 0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3));
+    x = max16(x, __builtin_shufflevector(x, x, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3, 0, 1));
+    return x[0] > x[1] ? x[0] : x[1];
 }
 
 /* Loads and stores of the first n <= 16 numbers; what is not loaded is 0. */
@@ -71,8 +80,6 @@ INLINE void store_f32(float *to, f32x16 x, int n) {
     else memcpy(to, &x, (size_t)n * sizeof *to);
 }
 
-INLINE f32x16 widen(u16x16 x) { return (f32x16)(__builtin_convertvector(x, u32x16) << 16); }
-
 /* Round to nearest, ties to even. */
 INLINE u16x16 narrow(f32x16 x) {
 #ifdef __AVX512BF16__
@@ -85,12 +92,22 @@ INLINE u16x16 narrow(f32x16 x) {
 #endif
 }
 
-INLINE f32x16 load_bf16(const bf16 *from, int n) {
+INLINE u32x16 lengthen(u16x16 x) {
+#ifdef __AVX512F__
+    return (u32x16)_mm512_cvtepu16_epi32((__m256i)x);
+#else
+    return __builtin_convertvector(x, u32x16);
+#endif
+}
+
+INLINE u32x16 load_bits(const bf16 *from, int n) {
     u16x16 x = {};
     if (n == LANES) memcpy(&x, from, sizeof x);
     else memcpy(&x, from, (size_t)n * sizeof *from);
-    return widen(x);
+    return lengthen(x);
 }
+
+INLINE f32x16 load_bf16(const bf16 *from, int n) { return (f32x16)(load_bits(from, n) << 16); }
 
 INLINE void store_bf16(bf16 *to, f32x16 x, int n) {
     u16x16 y = narrow(x);
