@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from forebay.settings import ENVIRONMENT_PREFIX, resolve
 
 INVALID = 1
 SHOWN_PROBLEMS = 5
+FILE_WIDTH = 130
 # Settings that the bench gives each server itself.
 _OWN = {
     "host": "servers listen on 127.0.0.1",
@@ -71,7 +73,7 @@ def run_bench_ttft(asked: Asked, flags: Mapping[str, Any], config: Path | None) 
     if asked.as_json:
         print(json.dumps(result))
     else:
-        _show(result, Console())
+        _show(result, Console(width=None if sys.stdout.isatty() else FILE_WIDTH))
     if not result["valid"]:
         _complain(result["problems"])
     return 0 if result["valid"] else INVALID
