@@ -40,6 +40,7 @@ _PROMOTIONS = {
     "promotion_failed_hit": ("hit", "failed"),
     "promotion_failed_prefetch": ("prefetch", "failed"),
     "promotion_gated": ("hit", "no_room"),
+    "promotion_over_quota": ("hit", "over_quota"),
 }
 
 

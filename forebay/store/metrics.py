@@ -35,6 +35,7 @@ _PROMOTIONS = {  # counter of the master -> trigger, outcome
     "promotion_failed_hit": ("hit", "failed"),
     "promotion_failed_prefetch": ("prefetch", "failed"),
     "promotion_gated": ("hit", "no_room"),
+    "promotion_over_quota": ("hit", "over_quota"),
 }
 Labelled = dict[tuple[str, ...], int]
 _GAUGES = ("objects", "memory_bytes", "memory_used", "ssd_bytes", "ssd_used", "holders", "holders_usable", "waiting_puts")

@@ -565,6 +565,23 @@ def test_register_prefetch_refuses_in_the_documented_order() -> None:
     assert world.promote(holder, "default", b"k2") == PrefetchCode.KEYS_ULTRA_LIMIT
 
 
+def test_promotions_keep_within_the_tenants_quota_and_push_nothing_of_it_out() -> None:
+    world = World(quiet(promotion_on_hit=True, ssd_prefetch=True, prefetch_share=0.5, quotas={"default": 2 * (PAGE + 64)}))
+    holder, client = world.holder(FakeHolder("h", memory_bytes=8 * (PAGE + 64))), world.client()
+    on_ssd_only(world, client, holder)
+    assert world.promote(holder, "default", b"k") == PrefetchCode.KEYS_ULTRA_LIMIT
+    for _ in range(3):
+        get(world, client, b"k")
+    assert holder.promotes == [] and world.master.state.counters["promotion_over_quota"] == 2
+    assert exists(world, client, b"k-filler-0", b"k-filler-1") == [OK, OK]
+    world.call(client, Remove(1, [b"k-filler-0"]))
+    assert world.promote(holder, "default", b"k") == PrefetchCode.OK
+    task = world.last_task
+    assert put(world, client, b"meanwhile", persist=False) == OK
+    assert world.alloc(holder, task).allotments[0].code == PrefetchCode.KEYS_ULTRA_LIMIT, "looked at again when memory is taken"
+    assert world.master.state.tenants["default"].memory_bytes == 2 * (PAGE + 64)
+
+
 def test_register_prefetch_is_unavailable_while_off_or_not_serving() -> None:
     world = World()
     holder, client = world.holder(FakeHolder("h")), world.client()

@@ -34,7 +34,7 @@ T = TypeVar("T")
 _Tiers: TypeAlias = list[frozenset[Tier]]
 _Statuses: TypeAlias = list[Status]
 _Bools: TypeAlias = list[bool]
-_Work: TypeAlias = "list[tuple[OneMaster, list[int]]]"
+_Work: TypeAlias = "list[tuple[OneMaster, Sequence[int]]]"
 _NUMBERS = (
     "objects",
     "memory_bytes",
@@ -259,9 +259,9 @@ class StoreClient:
         if groups is not None and len(groups) != len(keys):
             raise ValueError(f"{len(keys)} keys and {len(groups)} groups")
         if len(self.masters) == 1:
-            return [(self.masters[0], [*range(len(keys))])]
+            return [(self.masters[0], range(len(keys)))]
         by_group: dict[bytes, OneMaster] = {}
-        work: dict[OneMaster, _Indices] = {}
+        work: dict[OneMaster, _Places] = {}
         for index, given in enumerate(keys if groups is None else groups):
             group = given if isinstance(given, bytes) else b""
             master = by_group.get(group)
@@ -288,7 +288,7 @@ class StoreClient:
         if self._threads is None:
             if groups is not None and len(groups) != len(keys):
                 raise ValueError(f"{len(keys)} keys and {len(groups)} groups")
-            return call(self.masters[0], [*range(len(keys))])
+            return call(self.masters[0], range(len(keys)))
         answers = [absent] * len(keys)
         under_way = [
             (some, self._threads.submit(lambda master, some: call(master, some) if master.is_up() else None, master, some))
@@ -316,7 +316,8 @@ class StoreClient:
 
 
 _List: TypeAlias = list
-_Indices: TypeAlias = list[int]
+_Places: TypeAlias = list[int]
+_Indices: TypeAlias = Sequence[int]
 _Entries: TypeAlias = list[HolderEntry]
 _Failures: TypeAlias = list[ChannelError | TimeoutError]
 

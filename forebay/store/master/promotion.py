@@ -6,7 +6,8 @@ not before, so a failed promotion leaves no lease behind.
 
 from forebay.store.backend import Status
 from forebay.store.master import space
-from forebay.store.master.records import LEASE_SLACK_S, Holder, Kind, MemoryReplica, Object, State, Task, Trigger
+from forebay.store.master.extents import footprint
+from forebay.store.master.records import HEADER_BYTES, LEASE_SLACK_S, Holder, Kind, MemoryReplica, Object, State, Task, Trigger
 from forebay.store.master.transitions import Cause, move
 from forebay.store.wire.messages import (
     Allocated,
@@ -40,7 +41,7 @@ def register_prefetch(state: State, now: float, holder: Holder, tenant: str, key
         return PrefetchCode.REPLICA_IS_NOT_READY, 0
     if all(copy.holder is not holder for copy in known.ssd):
         return PrefetchCode.INVALID_PARAMS, 0
-    if len(state.tasks) >= state.config.inflight_promotions:
+    if len(state.tasks) >= state.config.inflight_promotions or not _within_quota(known):
         return PrefetchCode.KEYS_ULTRA_LIMIT, 0
     return PrefetchCode.OK, _create(state, now, known, holder, Trigger.PREFETCH, hint_s).number
 
@@ -62,6 +63,9 @@ def on_hit(state: State, now: float, object: Object) -> None:
         return
     if holder.used + object.length > state.config.high_watermark * holder.extents.capacity:
         state.count("promotion_gated")
+        return
+    if not _within_quota(object):
+        state.count("promotion_over_quota")
         return
     if len(state.tasks) >= state.config.inflight_promotions or object.key in object.tenant.pending:
         return
@@ -129,6 +133,12 @@ def _close(state: State, task: Task) -> None:
     task.object.task = None
 
 
+def _within_quota(object: Object) -> bool:
+    """Whether its tenant may have it in DRAM too. Nothing of the tenant goes for it: a promotion is a convenience, unlike a put."""
+    tenant = object.tenant
+    return tenant.quota is None or tenant.memory_bytes + footprint(object.length, HEADER_BYTES) <= tenant.quota
+
+
 def _allot(state: State, now: float, holder: Holder, task: Task | None) -> Allotment:
     if task is None or task.holder is not holder or task.replica is not None:
         return Allotment(PrefetchCode.OBJECT_NOT_FOUND)
@@ -136,6 +146,9 @@ def _allot(state: State, now: float, holder: Holder, task: Task | None) -> Allot
     if object.tenant.objects.get(object.key) is not object or object.memory:
         fail(state, task)
         return Allotment(PrefetchCode.OBJECT_NOT_FOUND)
+    if not _within_quota(object):
+        fail(state, task)
+        return Allotment(PrefetchCode.KEYS_ULTRA_LIMIT)
     room = space.allocate_prefetch if task.trigger is Trigger.PREFETCH else space.allocate
     offset = room(state, now, holder, object.length)
     if offset is None:
