@@ -58,6 +58,7 @@ DOWN_S = 1.0
 _PASSING = (Status.LEASE_EXPIRED, Status.UNAVAILABLE)
 PROMOTION_POLL_S = 0.001
 DELEGATE_S = 2.0
+_NOT_KNOWN = bytes([Status.UNAVAILABLE])
 T = TypeVar("T", bound=MasterToClient)
 # OneMaster has a method called list, so annotations after it need other names for the type.
 _Statuses: TypeAlias = list[Status]
@@ -200,8 +201,9 @@ class OneMaster:
         deadline = self._deadline(timeout_s)
         found: list[bool] = []
         for some in _slices(keys, MAX_KEYS):
-            codes = self._codes(lambda call, some=some: Exists(call, some), len(some), deadline)  # type: ignore[misc]
-            found += [code is Status.OK for code in codes]
+            answer = self._ask(lambda call, some=some: Exists(call, some), Codes, deadline)  # type: ignore[misc]
+            codes = answer.codes if answer is not None and len(answer.codes) == len(some) else _NOT_KNOWN * len(some)
+            found += [code == 0 for code in codes]  # OK; bytes, since making 128 statuses would take longer than asking for them
         if self._stale:
             found = [there and not self._is_stale(key) for key, there in zip(keys, found, strict=True)]
         return found
