@@ -183,12 +183,12 @@ sys.stdin.read()
 @contextlib.contextmanager
 def _mooncake(size: int, *, in_process: bool) -> Iterator[MooncakePeer]:
     os.environ.setdefault("MC_TCP_BIND_ADDRESS", "127.0.0.1")
-    os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
+    os.environ.setdefault("GLOG_minloglevel", "3")  # it talks a lot
     module: Any = importlib.import_module("mooncake.store")
     program = shutil.which("mooncake_master") or str(Path(sys.executable).with_name("mooncake_master"))
     program = program if Path(program).exists() else str(Path(module.__file__).parents[4] / "bin" / "mooncake_master")
     port, metrics = _free_port(), _free_port()
-    command = [program, f"--rpc_port={port}", "--rpc_address=127.0.0.1", f"--metrics_port={metrics}", "--default_kv_lease_ttl=100"]
+    command = [program, f"--rpc_port={port}", "--rpc_address=127.0.0.1", f"--metrics_port={metrics}"]
     with contextlib.ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         alive = stack.enter_context(_running(command, directory))
