@@ -22,6 +22,7 @@ from forebay.store.backend import GetItem, PageStore, PutItem, Status
 
 SLOTS = 16
 RECORD_BYTES = 2048
+TAG_BYTES = 8
 READ_AGAIN_S = 1.0
 ADD_AGAIN_S = 30.0
 TRY_AGAIN_S = 5.0
@@ -52,10 +53,6 @@ class Layout:
             for layers in itertools.pairwise(self.layer_bounds)
             for heads in itertools.pairwise(self.head_bounds)
         )
-
-    @property
-    def names(self) -> list[bytes]:
-        return [part.name for part in self.parts]
 
     def covers_as(self, other: "Layout") -> bool:
         """Both cut the same page."""
@@ -90,6 +87,7 @@ class Manifest:
 
     def __init__(self, store: PageStore, namespace: bytes, own: Layout, clock: Callable[[], float] = time.monotonic) -> None:
         self._store = store
+        self._tag = namespace[:TAG_BYTES]
         self._keys = [b"forebay-layouts" + namespace + bytes([slot]) for slot in range(SLOTS)]
         self._own = own
         self._clock = clock
@@ -97,6 +95,13 @@ class Manifest:
         self._others: tuple[Layout, ...] = ()
         self._read_at = float("-inf")
         self._add_at = float("-inf")
+
+    def name(self, part: Part) -> bytes:
+        """What a part of a page adds to the page's hash in the store: so that pages of one model can be told from those of others."""
+        return part.name + self._tag
+
+    def names(self, layout: Layout) -> list[bytes]:
+        return [self.name(part) for part in layout.parts]
 
     def others(self, timeout_s: float) -> tuple[Layout, ...]:
         """Layouts but our own in which pages may be there; read again if that was not done lately."""
@@ -151,7 +156,7 @@ def match_prefix(
     deadline = time.monotonic() + timeout_s
 
     def count(layout: Layout, start: int) -> int:
-        names = [part.name for part in layout.parts if needed is None or part.overlaps(needed)]
+        names = [manifest.name(part) for part in layout.parts if needed is None or part.overlaps(needed)]
         left = deadline - time.monotonic()
         return store.match_prefix(hashes[start:], names, hint=needed is not None, timeout_s=left) if left > 0 else 0
 

@@ -135,7 +135,7 @@ class PageReader:
 
     def _sources(self, layout: Layout) -> list[_Source]:
         """Parts of ``layout`` that hold some of our own."""
-        found = [_Source(part.name, self._block.of(part).runs_into(self._block.part)) for part in layout.parts]
+        found = [_Source(self._manifest.name(part), self._block.of(part).runs_into(self._block.part)) for part in layout.parts]
         return [source for source in found if source.runs]
 
 

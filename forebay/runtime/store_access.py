@@ -132,14 +132,14 @@ class StoreDesk:
         objects = 0
         try:
             layouts = (self._own, *self._manifest.others(max(deadline - time.monotonic(), 0.0)))
-            names = [name for layout in layouts for name in layout.names]
+            names = [name for layout in layouts for name in self._manifest.names(layout)]
             objects = self._store.clear(names, max(deadline - time.monotonic(), 0.0))
         except Exception:
             traceback.print_exc()
             deadline = 0.0
         finally:
             self._look_due = 0.0
-            self.cleared.put(StoreCleared(call, objects // len(self._own.names), time.monotonic() < deadline))
+            self.cleared.put(StoreCleared(call, objects // len(self._own.parts), time.monotonic() < deadline))
             wake()
 
 

@@ -117,10 +117,11 @@ class Worker:
         self._io.store_health = lambda: store.figures
         own = Layout.of(loaded.config, boot.pp, boot.tp)
         block = loaded.block
-        reader = PageReader(store, ready.host, block, own, Manifest(store, boot.namespace, own))
+        manifest = Manifest(store, boot.namespace, own)
+        reader = PageReader(store, ready.host, block, own, manifest)
         is_last = ready.grid.place.is_last
         page_io = PageIo(
-            store, reader, ready.host, block.part.name, boot.epoch, boot.rank, is_last, self._ring, self._meter, self._io.send
+            store, reader, ready.host, manifest.name(block.part), boot.epoch, boot.rank, is_last, self._ring, self._meter, self._io.send
         )
         if boot.staged:
             self._staged = page_io.staged

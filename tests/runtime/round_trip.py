@@ -43,8 +43,9 @@ class Tiers:
         store = DirectoryStore(directory, 1 << 30)
         own = Layout.of(config, 1, 1)
         block = page_block(config, shard, PAGE_SIZE, form)
-        reader = PageReader(store, self.host, block, own, Manifest(store, NAMESPACE, own))
-        self.io = PageIo(store, reader, self.host, block.part.name, 1, 0, True, ring, self._say)
+        manifest = Manifest(store, NAMESPACE, own)
+        reader = PageReader(store, self.host, block, own, manifest)
+        self.io = PageIo(store, reader, self.host, manifest.name(block.part), 1, 0, True, ring, self._say)
 
     def _say(self, message: FromWorker) -> None:
         self._said.append(message)

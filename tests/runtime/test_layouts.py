@@ -75,7 +75,9 @@ def test_grids_find_each_others_layouts_and_none_of_another_model(tmp_path: Path
     for layout in LAYOUTS:
         assert Manifest(store, b"model", layout).add_own(T)
     assert set(Manifest(store, b"model", WHOLE).others(T)) == {STAGES, HEADS, GRID}
-    assert Manifest(store, b"another", WHOLE).others(T) == ()
+    another = Manifest(store, b"another", WHOLE)
+    assert another.others(T) == ()
+    assert another.name(WHOLE.parts[0]) != Manifest(store, b"model", WHOLE).name(WHOLE.parts[0]), "a flush takes one model's pages"
 
 
 def test_writers_that_come_at_once_lose_nothing(tmp_path: Path) -> None:
@@ -161,9 +163,12 @@ class Pages:
         return self.numbers[number, layers, :, heads].tobytes()
 
     def put(self, layout: Layout, numbers: Sequence[int]) -> None:
-        items = [PutItem(self.hashes[number] + part.name, self.block(number, part)) for number in numbers for part in layout.parts]
+        items = [PutItem(self.key(number, part), self.block(number, part)) for number in numbers for part in layout.parts]
         assert set(self.store.put_from(items, T)) <= {Status.OK, Status.EXISTS}
         Manifest(self.store, b"model", layout).add_own(T)
+
+    def key(self, number: int, part: Part) -> bytes:
+        return self.hashes[number] + Manifest(self.store, b"model", WHOLE).name(part)
 
     def match(self, own: Layout) -> int:
         return match_prefix(self.store, self.hashes, own, Manifest(self.store, b"model", own), T)
@@ -208,7 +213,7 @@ def test_a_prefix_may_be_of_several_grids(tmp_path: Path) -> None:
 def test_a_page_of_which_a_part_is_missing_is_no_page(tmp_path: Path) -> None:
     pages = Pages(tmp_path, 3)
     pages.put(STAGES, range(3))
-    pages.store.files.remove(pages.store.files.path(pages.hashes[1] + STAGES.parts[2].name).name)
+    pages.store.files.remove(pages.store.files.path(pages.key(1, STAGES.parts[2])).name)
     assert pages.match(STAGES) == pages.match(WHOLE) == 1
     assert pages.read(WHOLE) == [1]
     assert pages.read(STAGES) == [3, 3, 1], "each rank says what it has, and the planner takes the least"
@@ -217,7 +222,7 @@ def test_a_page_of_which_a_part_is_missing_is_no_page(tmp_path: Path) -> None:
 def test_a_damaged_part_of_another_grid_ends_the_prefix(tmp_path: Path) -> None:
     pages = Pages(tmp_path, 3)
     pages.put(HEADS, range(3))
-    path = pages.store.files.path(pages.hashes[1] + HEADS.parts[0].name)
+    path = pages.store.files.path(pages.key(1, HEADS.parts[0]))
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
