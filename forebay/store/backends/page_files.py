@@ -104,11 +104,11 @@ class PageFiles:
     def write(self, key: bytes, value: Bytes) -> Status:
         """A new object, or one in place of another of other length. Of writers of one key the first wins; others get EXISTS."""
         path, total = self.path(key), file_bytes(key, len(value))
-        if not self._make_room(total):
-            return Status.NO_SPACE
         beside = self._temporary / f"{self._machine}-{os.getpid()}-{next(_numbers)}"
         try:
-            self._temporary.mkdir(parents=True, exist_ok=True)  # somebody may have cleared the directory
+            if not self._make_room(total):
+                return Status.NO_SPACE
+            self._temporary.mkdir(parents=True, exist_ok=True)
             path.parent.mkdir(parents=True, exist_ok=True)
             with beside.open("xb", buffering=0) as file:
                 head = _HEAD.pack(_MAGIC, len(key), len(value), crc32c(value.data))
@@ -143,9 +143,10 @@ class PageFiles:
         return True
 
     def free_bytes(self) -> int:
-        """Of the file system; looked up once a second. Raises ``OSError``."""
+        """Of the file system; looked up once a second. A directory that somebody has cleared is made again. Raises ``OSError``."""
         seen_at, free = self._free_seen
         if time.monotonic() - seen_at > _FREE_CHECK_S:
+            self._temporary.mkdir(parents=True, exist_ok=True)
             free = shutil.disk_usage(self.root).free
             self._free_seen = (time.monotonic(), free)
         return free
@@ -172,25 +173,19 @@ class PageFiles:
     # ------------------------------------------------------------------------------------------ space
 
     def _make_room(self, size: int) -> bool:
-        """Evict until ``size`` more bytes fit; False if that cannot be had with a bounded number of tries."""
+        """Evict until ``size`` more bytes fit; False if that cannot be had with a bounded number of tries. Raises ``OSError``."""
         if size > self.size:
             return False
         if self._put_since_listed > self.size // _LISTINGS:
             self._list()
         stuck = 0
-        while self._used + size > self.size or self._is_short(size):
+        while self._used + size > self.size or self.free_bytes() < self._free + size:
             with self._lock:
                 name = next(iter(self._files), None)
             if name is None or stuck >= _TRIES_AT_EVICTION:
                 return False
             stuck += not self.remove(name)
         return True
-
-    def _is_short(self, size: int) -> bool:
-        try:
-            return self.free_bytes() < self._free + size
-        except OSError:
-            return True
 
     def _used_now(self, path: Path, size: int) -> None:
         with self._lock:
