@@ -35,7 +35,7 @@ def start_server(text_model: ServedModel) -> Iterator[Callable[..., Server]]:
 
         def run() -> None:
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-                status.append(runner.run(serve_on(sock, planner, text_model, settings or Settings())))
+                status.append(runner.run(serve_on(sock, planner, text_model, settings or Settings(store="none"))))
 
         thread = threading.Thread(target=run)
         thread.start()
