@@ -168,6 +168,11 @@ class Planner:
         """This process stood still for a while: what ranks said meanwhile may not have been read yet, so silence proves nothing."""
         self._heard = [now] * len(self._heard)
 
+    @property
+    def is_saving(self) -> bool:
+        """Pages are on their way to the store."""
+        return self.config.has_store and bool(self.replica.backups.in_flight or self.replica.stores.is_busy)
+
     def next_deadline(self) -> float | None:
         """When a step is due even if no event comes."""
         flush = min((pending.deadline for pending in self._flushes), default=None)

@@ -19,6 +19,7 @@ import zmq
 
 from forebay.core.hashing import root_hash
 from forebay.core.messages import (
+    Abort,
     FlushDone,
     GridState,
     Heartbeat,
@@ -45,6 +46,7 @@ from forebay.store.backends.open import StoreURLError
 SNAPSHOT_S = 0.25
 NEVER_TOKENS = 1 << 62  # no prefix is that long: pages are stored and never fetched
 TICK_S = 0.1
+SAVE_S = 6.0
 # Longer between two turns than this: the process was stopped, or the machine slept.
 STANDSTILL_S = 1.0
 # Frames that may wait for one peer. A rank has at most pp plans in flight, so a full queue means that it is gone.
@@ -88,12 +90,23 @@ class PlannerProcess:
             while not self._stopping:
                 self._wait()
                 self._turn(time.monotonic())
+            self._finish_saving()
         finally:
             self._end_ranks("the server ends", END_S)
             self._save_timeline()
             if self._store is not None:
                 self._store.close()
             self._context.destroy(linger=200)
+
+    def _finish_saving(self) -> None:
+        """What has been computed is worth keeping: pages on their way to the store get there, if they do within `SAVE_S`."""
+        planner = self._planner
+        aborts = [Abort(request_id) for request_id in planner.replica.requests]
+        self._carry_out(planner.step(time.monotonic(), aborts))
+        deadline = time.monotonic() + SAVE_S
+        while planner.is_saving and time.monotonic() < deadline:
+            self._wait()
+            self._turn(time.monotonic())
 
     def _on_sigterm(self, signum: int, frame: object) -> None:
         self._stopping = True
