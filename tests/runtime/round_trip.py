@@ -14,12 +14,14 @@ from forebay.models.kv import KVPool, page_block
 from forebay.models.kv_format import kv_format
 from forebay.models.shard import shards
 from forebay.observe.events import SpanRing
+from forebay.observe.figures import Meter
 from forebay.runtime.copy_engine import CopyEngine
 from forebay.runtime.host_pool import HostPool
 from forebay.runtime.layouts import Layout, Manifest
 from forebay.runtime.page_io import PageIo
 from forebay.runtime.page_reader import PageReader
 from forebay.store.backends.directory import DirectoryStore
+from forebay.store.backends.guarded import GuardedStore
 
 PAGES = 5
 PAGE_SIZE = 16
@@ -39,13 +41,14 @@ class Tiers:
         self._heard = threading.Event()
         self.device = KVPool(config, shard, PAGES, PAGE_SIZE, torch.bfloat16, DEVICE, form)
         self.host = HostPool(self.device, PAGES)
-        self.copier = CopyEngine(self.device, self.host, ring, lambda transfer, pages: self._heard.set())
-        store = DirectoryStore(directory, 1 << 30)
+        meter = Meter()
+        self.copier = CopyEngine(self.device, self.host, ring, meter, lambda transfer, pages: self._heard.set())
+        store = GuardedStore(DirectoryStore(directory, 1 << 30), print)
         own = Layout.of(config, 1, 1)
         block = page_block(config, shard, PAGE_SIZE, form)
         manifest = Manifest(store, NAMESPACE, own)
         reader = PageReader(store, self.host, block, own, manifest)
-        self.io = PageIo(store, reader, self.host, manifest.name(block.part), 1, 0, True, ring, self._say)
+        self.io = PageIo(store, reader, self.host, manifest.name(block.part), 1, 0, True, ring, meter, self._say)
 
     def _say(self, message: FromWorker) -> None:
         self._said.append(message)
