@@ -229,6 +229,14 @@ def bench_ttft(
     raise typer.Exit(run_bench_ttft(asked, settings, config))
 
 
+@bench.command("planner")
+def bench_planner(json: Json = False) -> None:
+    """CPU time of a planner step at 1K to 16K of context, and of matching a long prompt."""
+    from forebay.cli.bench_planner import run_bench_planner
+
+    run_bench_planner(json)
+
+
 @bench.command("kv")
 def bench_kv(
     model: Model,
