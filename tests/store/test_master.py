@@ -366,6 +366,23 @@ def test_a_put_that_was_given_up_while_its_holder_was_away_does_not_take_the_old
     assert list(holder.ssd) == [older]
 
 
+def test_a_put_that_failed_at_one_holder_stays_at_the_others_when_that_one_returns() -> None:
+    """Found by the simulator: what was kept against the returned holder's replica took the object everywhere."""
+    world = World(quiet(replicas=2))
+    left, _ = world.holder(FakeHolder("left")), world.holder(FakeHolder("right"))
+    client = world.client()
+    granted = world.call(client, PutStart(1, [b"k"], [PAGE]))
+    assert isinstance(granted, Granted) and len(granted.grants[0].rooms) == 2
+    lost = left.number
+    world.lose(left.session)
+    generation = world.write(granted, 0, "default", b"k", PAGE)
+    kept = tuple(room.holder for room in granted.grants[0].rooms if room.holder != lost)
+    ended = world.call(client, PutEnd(2, [b"k"], [generation], [kept]))
+    assert isinstance(ended, Codes) and ended.codes[0] == OK
+    world.holder(left)
+    assert exists(world, client, b"k") == [OK]
+
+
 def test_a_removal_between_a_holders_registration_and_its_inventory_counts_against_that_inventory() -> None:
     """Found by the simulator: the inventory was sent before the removal arrived, and brought the key back; a put then said EXISTS."""
     world = World()

@@ -260,11 +260,24 @@ def _deliver(state: State, now: float, holder: Holder) -> None:
     deaths = burial.Deaths(state, holder)
     for grave in owed:
         known = state.tenant(grave.tenant).objects.get(grave.key)
-        if known is not None and deaths.of(grave.tenant, grave.key, known.generation) is not None:
-            digger.bury(known)
-            puts.unlist(state, now, known)
+        death = deaths.of(grave.tenant, grave.key, known.generation) if known is not None else None
+        if known is not None and death is not None:
+            if death.exact:
+                _forget_at(state, now, known, holder)
+            else:
+                digger.bury(known)
+                puts.unlist(state, now, known)
         digger.bury_at(holder, replace(grave, behalf=""))
     digger.send(holder.session, None, b"", delivers=holder.register.name)
+
+
+def _forget_at(state: State, now: float, object: Object, holder: Holder) -> None:
+    """The put was given up at ``holder``; where it succeeded the object lives on."""
+    for replica in [replica for replica in object.memory if replica.holder is holder]:
+        space.drop_memory(state, replica, object.lease_until, now)
+    if any(copy.holder is holder for copy in object.ssd):
+        _drop_ssd(state, object, holder)
+    _unlist_if_empty(object)
 
 
 def open_if_heard(state: State, now: float) -> None:
