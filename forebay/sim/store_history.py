@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from forebay.sim.heap import Channel, EventHeap
-from forebay.sim.store_holder import LogKey, SimHolder
+from forebay.sim.store_holder import SimHolder
 from forebay.store.backend import Status
 from forebay.store.master.invariants import check
 from forebay.store.master.machine import Connected, Disconnected, Event, FromClient, FromHolder, Master, Ticked
@@ -558,15 +558,18 @@ class StoreHistory:
             for copy in found.ssd:
                 held = named[copy.holder.number].log.get((TENANT, key, found.generation))
                 assert held == value_of(key, found.length), f"{key!r} is believed on the SSD of {copy.holder.register.name}"
+        self._check_found(listed)
         for holder in self.holders:
-            self._check_found(holder.log, listed)
             self._check_throttle(holder)
 
-    def _check_found(self, log: dict[LogKey, bytes], listed: Container[bytes]) -> None:
-        for _, key, _ in log:
-            length = self.oracle.acknowledged.get(key)
-            if length is not None and key not in self.oracle.unsure and (key, length) not in self.oracle.dead:
-                assert key in listed, f"{key!r} was acknowledged and is in a log, and is not found"
+    def _check_found(self, listed: Container[bytes]) -> None:
+        """What was acknowledged, and logged by anybody, is found, but for records whose file was evicted."""
+        logged = {place for holder in self.holders for place in holder.logged}
+        evicted = {place for holder in self.holders for place in holder.evicted}
+        for key, length in self.oracle.acknowledged.items():
+            place = (TENANT, key, self.oracle.stored_as[key, length])
+            if key not in self.oracle.unsure and (key, length) not in self.oracle.dead and place in logged - evicted:
+                assert key in listed, f"{key!r} was acknowledged and logged, and is not found"
 
     def _check_throttle(self, holder: SimHolder) -> None:
         """Repeats are for keys that failed (after the cooldown) or whose time is over."""

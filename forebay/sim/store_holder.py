@@ -93,7 +93,9 @@ class SimHolder:
         self.read_s = read_s
         self.link: Callable[[HolderToMaster], None] | None = None
         self.log: dict[LogKey, bytes] = {}
-        self.left_log: set[LogKey] = set()  # dropped or buried
+        self.left_log: set[LogKey] = set()  # evicted or buried
+        self.logged: set[LogKey] = set()  # was there once
+        self.evicted: set[LogKey] = set()
         self.kept: list[Grave] = []
         self.peers: list[str] = []
         self.highest = 0
@@ -253,6 +255,7 @@ class SimHolder:
         if self.ssd_fails or entry.gone or entry.buried or not entry.live:
             return
         self.log[place] = self.segment.read(entry.offset, 0, entry.length)
+        self.logged.add(place)
         self.highest = max(self.highest, entry.generation)
         self.send(Persisted([HeldSsd(*place, entry.length)]))
 
@@ -270,6 +273,7 @@ class SimHolder:
         """Its file was evicted: the master hears first that it is gone."""
         value = self.log.pop(place)
         self.left_log.add(place)
+        self.evicted.add(place)
         self.send(Dropped([HeldSsd(*place, len(value))]))
 
     # ------------------------------------------------------------------------------------------ promotions

@@ -8,7 +8,7 @@ import pytest
 from forebay.sim import store_holder
 from forebay.sim.store_history import FAULTS, StoreHistory, run_store_history
 from forebay.sim.store_holder import SimHolder
-from forebay.store.holder.memory import Entry, Memory
+from forebay.store.holder.memory import Entry
 from forebay.store.master import burial, membership, promotion, puts, reads
 from forebay.store.master.records import Holder, Object, Session, State, Task, Trigger
 from forebay.store.throttle import PrefetchThrottle
@@ -90,6 +90,18 @@ def bury_more_than_the_put_that_was_given_up(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(burial.Deaths, "of", broad)
 
 
+def take_the_object_everywhere(patch: pytest.MonkeyPatch) -> None:
+    """A put that failed at one of two holders is removed at both when the one returns."""
+
+    def everywhere(state: State, now: float, object: Object, holder: Holder) -> None:
+        digger = burial.Digger(state)
+        digger.bury(object)
+        puts.unlist(state, now, object)
+        digger.send(0, None, b"")
+
+    patch.setattr(membership, "_forget_at", everywhere)
+
+
 def list_records_that_are_being_buried(patch: pytest.MonkeyPatch) -> None:
     """A holder tells a new master of records whose removal waits for the log."""
     patch.setattr(store_holder, "not_being_buried", lambda held, burying: held)
@@ -125,18 +137,6 @@ def reuse_at_once_after_a_master_restart(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(StoreHistory, "_check_leases", lambda self, master: None)
 
 
-def write_over_what_is_newer(patch: pytest.MonkeyPatch) -> None:
-    """A late writer takes its range whatever is there by now."""
-
-    def rude(self: Memory, entry: Entry) -> bool:
-        for other in self._overlapping(entry.offset, entry.end):
-            other.stamp = -1
-        return begin(self, entry)
-
-    begin = Memory.begin
-    patch.setattr(Memory, "begin", rude)
-
-
 def promote_again_and_again(patch: pytest.MonkeyPatch) -> None:
     def eager(self: PrefetchThrottle, keys: Sequence[bytes], now: float, *, despite_cooldown: bool = False) -> list[bytes]:
         return list(keys)
@@ -151,6 +151,7 @@ CANARIES: list[Patch] = [
     forget_removals_of_the_absent,
     forget_removals_under_way,
     bury_more_than_the_put_that_was_given_up,
+    take_the_object_everywhere,
     list_records_that_are_being_buried,
     tell_of_records_before_the_inventory,
     keep_a_lost_writers_put,
@@ -158,18 +159,17 @@ CANARIES: list[Patch] = [
     promote_again_and_again,
     reuse_after_the_lease_without_a_stamp,
     reuse_at_once_after_a_master_restart,
-    write_over_what_is_newer,
 ]
 
 
 RARE: list[Patch] = [
     forget_removals_under_way,
     bury_more_than_the_put_that_was_given_up,
+    take_the_object_everywhere,
     list_records_that_are_being_buried,
     tell_of_records_before_the_inventory,
     believe_a_failed_promotion,
     reuse_at_once_after_a_master_restart,
-    write_over_what_is_newer,
 ]
 
 
