@@ -119,7 +119,7 @@ class NativeLayers:
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
-        assert self._head is not None
+        assert self._head is not None and self._engine, "the last stage, after a run"
         norm, matrix, outputs = self._head
         hidden = hidden.contiguous()
         out = torch.empty(hidden.shape[0], outputs)
