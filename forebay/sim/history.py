@@ -35,7 +35,7 @@ FORGETTING = 10_000
 MAX_STEPS = 100_000
 # Longer than any time-out of planner, store and faults: a request that stands still for so long waits for nothing.
 STANDSTILL_S = 200.0
-STALE_MEMORY = 32
+STALE_MEMORY = 8
 STEMS = 4
 FULL_CHECK_STEPS = 32
 
@@ -87,8 +87,9 @@ class History:
         self.inbox: list[Event] = []
         self.grid: FakeGrid | None = None
         self.pages = self.options.pages
+        self.newest: Acknowledgement | None = None
         self.poison: set[str] = set()
-        self.recent: list[Acknowledgement] = []
+        self.recent: dict[type, list[Acknowledgement]] = {}  # the last words of each kind
         self.failing_starts = 0  # of the next grids
         self.may_restart = False  # something has happened that may cost a grid
         self.stands_until = 0.0  # the planner's process is stopped
@@ -98,7 +99,7 @@ class History:
         self._stems = [[self.random.randrange(1, VOCABULARY) for _ in range(self.options.max_context)] for _ in range(STEMS)]
         self._told: defaultdict[bytes, list[list[int]]] = defaultdict(list)  # conversations so far, by salt
         self._flushes_asked = 0
-        self._poisonings = 0
+        self._poisonings: set[int] = set()  # epochs that a request has ended
         self._grid_messages = 0
         self._tick_due = -1.0
         self._moved_at = 0.0
@@ -300,7 +301,7 @@ class History:
         self.heap.after(self.random.uniform(0, 0.2), lambda: self.inbox.append(lost))
 
     def _poisoned(self, grid: FakeGrid) -> None:
-        self._poisonings += 1
+        self._poisonings.add(grid.epoch)
         self.lose(grid, "a rank failed at its work", faulted=True)
 
     def _new_fence(self) -> FenceChecker:
@@ -311,8 +312,10 @@ class History:
             self._fence.acknowledged(done)
         self.inbox.append(done)
         if not isinstance(done, Heartbeat):
-            self.recent.append(done)
-            del self.recent[:-STALE_MEMORY]
+            same = self.recent.setdefault(type(done), [])
+            same.append(done)
+            del same[:-STALE_MEMORY]
+            self.newest = done
 
     # ------------------------------------------------------------------------------------------ coverage and checks
 
@@ -355,7 +358,7 @@ class History:
         self.report.messages += self._grid_messages
         self.client.check(failed=self.planner.state is GridState.FAILED, shrunk=self.pages < self.options.pages)
         failed_epochs = self.report.restarts + (self.planner.state is GridState.FAILED)
-        assert self.planner.state is not GridState.FAILED or failed_epochs > self._poisonings, (
+        assert self.planner.state is not GridState.FAILED or failed_epochs > len(self._poisonings), (
             "one request took the whole server with it"
         )
         replica = self.planner.replica

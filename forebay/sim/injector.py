@@ -62,7 +62,8 @@ class Injector:
             self._history.abort(found.request_id)
             self._count(fault, going)
             return True
-        if fault.during not in going:
+        too_late = self._history.planner.state is GridState.FAILED and fault.kind is FaultKind.STALE_MESSAGES
+        if fault.during not in going and not too_late:
             return False
         self._strike(fault, going)
         return True
@@ -90,10 +91,10 @@ class Injector:
             case FaultKind.IO_ERROR | FaultKind.SHORT_READ | FaultKind.CORRUPT_READ | FaultKind.HANGING_IO:
                 history.store.enchant(Spell(SPELLS[fault.kind], history.heap.now + fault.seconds, fault.share))
             case FaultKind.STALE_MESSAGES:
-                for each in history.recent:
+                for each in (each for same in history.recent.values() for each in same):
                     history.inbox.append(msgspec.structs.replace(each, epoch=min(each.epoch, history.planner.epoch - 1)))
             case FaultKind.DUPLICATE_MESSAGE:
-                history.inbox += history.recent[-1:]
+                history.inbox += [] if history.newest is None else [history.newest]
             case FaultKind.CLIENT_ABORT:
                 raise AssertionError("an abort strikes at a request's point")
             case FaultKind.BURST:
