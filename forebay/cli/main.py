@@ -251,6 +251,22 @@ def bench_kv(
     run_bench_kv(model, dtype, tokens, page_size, json)
 
 
+@bench.command("endurance")
+@takes_settings
+def bench_endurance(
+    settings: dict[str, Any],
+    model: Model,
+    config: ConfigFile = None,
+    load_minutes: Annotated[float, typer.Option(min=0.1, help="minutes of mixed load, after a fifth as much of warm-up")] = 10,
+    idle_minutes: Annotated[float, typer.Option(min=0.1, help="minutes of nothing, after it")] = 10,
+    json: Json = False,
+) -> None:
+    """Run a server under mixed load with aborts, then idle, and look for what grows or is not given back."""
+    from forebay.cli.bench_endurance import run_bench_endurance
+
+    run_bench_endurance(model, settings, config, load_minutes, idle_minutes, json)
+
+
 @bench.command("store", context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
 def bench_store(context: typer.Context) -> None:
     """Measure the store: puts, gets, exists, and prefetch on exist."""

@@ -122,10 +122,14 @@ def die_with_parent(parent_pid: int) -> None:
     Ctrl-C reaches a terminal's whole process group; children ignore it, since their parent ends them in order.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    set_death_signal()
     if os.getppid() != parent_pid:  # it died before the call above
         os._exit(1)
+
+
+def set_death_signal() -> None:
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def _decode_path(kind: type, value: object) -> object:

@@ -1,0 +1,48 @@
+"""`forebay bench endurance`: what it calls growth, and a short run of the whole."""
+
+from pathlib import Path
+
+import pytest
+
+from forebay.bench import endurance
+from forebay.bench.endurance import MIB, Usage
+from forebay.cli.main import run
+from tests.frontend.tiny_text import write_random_weights, write_text_model
+
+
+def usage(rss_mib: list[float], fds: tuple[int, int] = (5, 5)) -> Usage:
+    count = len(rss_mib)
+    descriptors = [fds[0]] * (count - 1) + [fds[1]]
+    return Usage("rank 1", [float(second) for second in range(count)], [int(size * MIB) for size in rss_mib], descriptors, [3] * count)
+
+
+@pytest.mark.parametrize(
+    ("seen", "said"),
+    [
+        (usage([100.0] * 30), None),
+        (usage([100.0 + sample / 2 for sample in range(10)] + [105.0] * 20), None),  # pools that fill once
+        (usage([100.0 + sample % 7 for sample in range(60)]), None),  # up and down
+        (usage([100.0 + sample / 2 for sample in range(30)]), "grew by"),
+        (usage([100.0] * 30, fds=(5, 6)), "has 6 descriptors, 5 before"),
+    ],
+)
+def test_what_is_flat_and_what_is_not(seen: Usage, said: str | None) -> None:
+    problems: list[str] = []
+    endurance._judge("load", [seen], problems)
+    assert (said is None and problems == []) or (said is not None and said in problems[0])
+
+
+def test_it_starts_a_server_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["bench", "endurance", "demo", "--port", "8000"]) == 2
+    assert "--port is not for this bench" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_short_run_meets_every_kind_of_request_and_gives_all_pages_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FOREBAY_CACHE_DIR", str(tmp_path / "cache"))
+    model = write_random_weights(write_text_model(tmp_path / "model"))
+    options = ["--pp", "2", "--page-size", "16", "--threads-per-rank", "1", "--device-memory", "400KiB", "--host-memory", "800KiB"]
+    result = endurance.run(str(model), options, load_minutes=0.5, idle_minutes=0.1, seed=0, say=lambda _: None)
+    assert {"stream", "hang up", "whole", "choices", "wrong"} <= set(result["phases"][0]["requests"])
+    unexpected = [problem for problem in result["problems"] if "grew by" not in problem and "before" not in problem]
+    assert unexpected == [], "half a minute fills no pool, so growth says nothing here"
