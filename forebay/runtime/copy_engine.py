@@ -3,8 +3,8 @@
     plan.loads  --> load thread, layer by layer --> LoadGate: the forward pass waits for each layer before it touches it
     plan.backup --> backup thread, page by page, after the forward pass --> TransferDone
 
-torch releases the interpreter lock while it copies. A copy in memory cannot fail short of a lost rank, so an error here is raised
-where the plan waits for it (loads) or ends the rank (backups), and rule R3 does the rest.
+The interpreter lock is free while bytes move (`runtime.page_copy`). A copy in memory cannot fail short of a lost rank, so an error here
+is raised where the plan waits for it (loads) or ends the rank (backups), and rule R3 does the rest.
 """
 
 import os
@@ -16,12 +16,13 @@ from queue import SimpleQueue
 
 import torch
 
-from forebay.core.messages import Backup, Copy, Plan
+from forebay.core.messages import Backup, Plan
 from forebay.core.spans import SpanKind
 from forebay.models.kv import KVPool
 from forebay.observe.events import SpanRing
 from forebay.observe.figures import Meter
 from forebay.runtime.host_pool import HostPool
+from forebay.runtime.page_copy import PagePairs, Piece
 
 COPY_DEADLINE_S = 60.0
 
@@ -64,7 +65,8 @@ class CopyEngine:
 
     def __init__(self, device: KVPool, host: HostPool, ring: SpanRing, meter: Meter, saved: Callable[[int, int], None]) -> None:
         self._device = device
-        self._pieces = [list(zip(device.pieces(layer), host.pieces(layer), strict=True)) for layer in range(device.layers)]
+        pieces = [zip(device.pieces(layer), host.pieces(layer), strict=True) for layer in range(device.layers)]
+        self._layers = [[Piece(*pair) for pair in layer] for layer in pieces]
         self._block_bytes = host.block_bytes
         self._ring = ring
         self._meter = meter
@@ -102,9 +104,10 @@ class CopyEngine:
             plan, gate = work
             whole = time.monotonic_ns()
             try:
+                pairs = PagePairs(plan.loads)
                 for layer in range(self._device.layers):
                     began = time.monotonic_ns()
-                    self._load_layer(plan.loads, layer)
+                    self._load_layer(pairs, layer)
                     self._ring.record(SpanKind.LOAD, began, plan.number, len(plan.loads), layer)
                     gate.open_next()
             except BaseException as error:  # the plan that waits for it raises it
@@ -115,8 +118,10 @@ class CopyEngine:
         while (backup := self._backups.get()) is not None:
             began = time.monotonic_ns()
             try:
-                for copy in backup.copies:
-                    self._save_page(copy)
+                pairs = PagePairs(backup.copies)
+                for layer in self._layers:
+                    for piece in layer:
+                        piece.save(pairs)
                 self._synchronize()
             except BaseException:  # nobody waits for a backup, so nobody else would notice
                 traceback.print_exc()
@@ -128,16 +133,10 @@ class CopyEngine:
     def _count(self, kind: str, pages: int, began_ns: int) -> None:
         self._meter.transfer(kind, pages * self._block_bytes, (time.monotonic_ns() - began_ns) / 1e9)
 
-    def _load_layer(self, copies: tuple[Copy, ...], layer: int) -> None:
-        for device, host in self._pieces[layer]:
-            for copy in copies:
-                device[copy.device].copy_(host[copy.host])
+    def _load_layer(self, pairs: PagePairs, layer: int) -> None:
+        for piece in self._layers[layer]:
+            piece.load(pairs)
         self._synchronize()
-
-    def _save_page(self, copy: Copy) -> None:
-        for pieces in self._pieces:
-            for device, host in pieces:
-                host[copy.host].copy_(device[copy.device])
 
     def _synchronize(self) -> None:
         if self._device.device.type == "cuda":
