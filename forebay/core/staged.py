@@ -5,8 +5,8 @@
     planner <--FetchProgress (final)-- stage 0 <--StagedReturn-- planner <--FetchProgress (final)-- stage 1 ... the last stage
                                  each answers once what it reads is done, what is behind it has answered, and its compute loop looks
 
-Nothing sleeps and nothing is slowed on purpose: what a stage has not looked at yet waits for its running forward, as in engines whose
-stages hand requests on with their batches. A miss makes the same round. The planner only carries the word from stage to stage.
+Nothing sleeps and nothing is slowed on purpose: what a stage has not looked at yet waits for its running forward and for nothing else.
+A miss makes the same round. The planner only carries the word from stage to stage.
 """
 
 from dataclasses import dataclass, field

@@ -7,6 +7,7 @@ plan --> mirror --> steps --> batch --.
 
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -38,7 +39,7 @@ class Outcome:
 class Executor:
     """Runs plans in order. ``receiver`` is None on the first stage, ``sender`` on the last, ``sampler`` on all but one rank.
 
-    ``ring``: where spans go; may be set between plans.
+    ``ring``: where spans go; ``around_forward``: entered around every forward pass. Both may be set between plans.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class Executor:
         self._stage_number = stage_number
         self._pool = pool
         self.ring = ring
+        self.around_forward: Callable[[], AbstractContextManager[None]] = nullcontext
         self._device = device
         self._copier = copier
         self._receiver = receiver
@@ -81,9 +83,10 @@ class Executor:
         activation = Activation(plan.epoch, plan.number, batch.rows, plan.digest)
         inputs = self._inputs(steps, activation)
         began = time.monotonic_ns()
-        output = self._stage.forward(inputs, batch, self._pool, None if gate is None else self._waiting(plan.number, gate))
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        with self.around_forward():
+            output = self._stage.forward(inputs, batch, self._pool, None if gate is None else self._waiting(plan.number, gate))
+            if self._device.type == "cuda":
+                torch.cuda.synchronize(self._device)
         ended = time.monotonic_ns()
         self.ring.record(SpanKind.FORWARD, began, plan.number, batch.rows, self._stage_number, end_ns=ended)
         if self._sender is not None:

@@ -1,17 +1,18 @@
-"""The staged route on one rank: what the compute loop does about stored prefixes between its forwards (`core.staged`).
+"""The staged route on one rank: it looks at what has come for it between its forwards, and never during one (`core.staged`).
 
-ticket channel --StagedTicket, StagedReturn, Cancel--> `take` (I/O thread) --.
-fetch thread   --pages read-------------------------> `read` ----------------+--> inbox --> `look` (compute loop, between forwards)
-                                                                              `--> wakes `wait` (compute loop, idle)
+    ticket channel --StagedTicket, StagedReturn, Cancel--> `take` (I/O thread) ---.
+    fetch threads  --pages read-------------------------> `read` ----------------+--> inbox --> look: at once when no forward
+    compute loop   --`forward` ends---------------------------------------------'              runs, else when it ends
+
+A stage that waits for hidden states is not in a forward, so it looks: an engine whose stages look less often is slower than this.
 """
 
-import os
+import contextlib
+import threading
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from queue import SimpleQueue
-
-import zmq
 
 from forebay.core.messages import Cancel, FetchProgress, FromWorker, StagedReturn, StagedTaken, StagedTicket
 from forebay.core.spans import SpanKind
@@ -24,9 +25,12 @@ class _Read:
     pages: int
 
 
+_Word = StagedTicket | StagedReturn | Cancel | _Read
+
+
 class StagedRoute:
     """``is_last``: this rank is of the last stage, which answers without being asked. ``fetch``: starts the reads of a ticket and
-    returns at once; `read` is called when they have ended. ``say``: sends an acknowledgement, in order."""
+    returns at once; `read` is called when they have ended. ``say``: sends an acknowledgement, from any thread, in order."""
 
     def __init__(
         self,
@@ -39,39 +43,46 @@ class StagedRoute:
     ) -> None:
         self._epoch, self._rank, self._is_last = epoch, rank, is_last
         self._ring, self._fetch, self._say = ring, fetch, say
-        self._inbox: SimpleQueue[tuple[int, StagedTicket | StagedReturn | Cancel | _Read]] = SimpleQueue()
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK)
+        self._lock = threading.Lock()
+        self._in_forward = False
+        self._inbox: deque[tuple[int, _Word]] = deque()
         self._unanswered: set[int] = set()
         self._asked: set[int] = set()
         self._done: dict[int, int] = {}
 
     def take(self, order: StagedTicket | StagedReturn | Cancel) -> None:
-        """From the I/O thread: what the compute loop will find when it looks next."""
+        """From the I/O thread."""
         self._put(order)
 
     def read(self, transfer: int, pages: int) -> None:
         """From a fetch thread: the first ``pages`` of the ticket are here, and no more will come."""
         self._put(_Read(transfer, pages))
 
-    def wait(self, channel: "zmq.Socket[bytes]") -> None:
-        """On the compute loop: look now and whenever something comes, until ``channel`` has a message."""
-        poller = zmq.Poller()
-        poller.register(channel, zmq.POLLIN)
-        poller.register(self._wake, zmq.POLLIN)
-        while True:
-            self.look()
-            found = dict(poller.poll())
-            if channel in found:
-                return
-            os.eventfd_read(self._wake)
+    @contextlib.contextmanager
+    def forward(self) -> Iterator[None]:
+        """Around a forward pass, on the compute loop: until it ends nothing is looked at."""
+        with self._lock:
+            self._in_forward = True
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._in_forward = False
+                self._look()
 
-    def look(self) -> None:
-        """On the compute loop, between two forwards: begin what has come, answer what may be answered."""
-        while not self._inbox.empty():
-            arrived_ns, word = self._inbox.get()
+    def _put(self, word: _Word) -> None:
+        with self._lock:
+            self._inbox.append((time.monotonic_ns(), word))
+            if not self._in_forward:
+                self._look()
+
+    def _look(self) -> None:
+        """Begin what has come, answer what may be answered."""
+        while self._inbox:
+            arrived_ns, word = self._inbox.popleft()
             match word:
                 case StagedTicket():
-                    self._ring.record(SpanKind.STAGED, arrived_ns, word.transfer, len(word.pages))
+                    self._ring.record(SpanKind.TICKET, arrived_ns, word.transfer, len(word.pages))
                     self._unanswered.add(word.transfer)
                     self._say(StagedTaken(self._epoch, self._rank, word.transfer))
                     self._fetch(word)
@@ -88,7 +99,3 @@ class StagedRoute:
         self._unanswered.remove(transfer)
         self._asked.discard(transfer)
         self._say(FetchProgress(self._epoch, self._rank, transfer, self._done.pop(transfer), True))
-
-    def _put(self, word: StagedTicket | StagedReturn | Cancel | _Read) -> None:
-        self._inbox.put((time.monotonic_ns(), word))
-        os.eventfd_write(self._wake, 1)

@@ -41,7 +41,6 @@ from forebay.runtime.page_io import PageIo
 from forebay.runtime.page_reader import PageReader
 from forebay.runtime.rank import LoadedRank, MemoryShortage, ReadyRank, load
 from forebay.runtime.stage_link import LinkError, NeighbourGone
-from forebay.runtime.staged import StagedRoute
 from forebay.runtime.store_access import StoreAddress, open_for_rank
 from forebay.runtime.worker_io import WorkerIo, connect
 
@@ -62,7 +61,6 @@ class Worker:
         self._io = WorkerIo(self._context, boot.io_endpoint, boot.io_identity, boot.epoch, boot.rank, self._meter)
         name = f"rank {boot.rank}"
         self._ring = SpanRing(name) if boot.ring_fd < 0 else SpanRing.at(name, boot.ring_fd)
-        self._staged: StagedRoute | None = None
 
     def run(self) -> int:
         """Serve until Stop; returns the exit status. Every failure becomes one Fault."""
@@ -124,7 +122,7 @@ class Worker:
             store, reader, ready.host, manifest.name(block.part), boot.epoch, boot.rank, is_last, self._ring, self._meter, self._io.send
         )
         if boot.staged:
-            self._staged = page_io.staged
+            ready.executor.around_forward = page_io.staged.forward
         self._io.serve_orders(page_io.take)
         return page_io
 
@@ -135,8 +133,6 @@ class Worker:
     def _receive(self) -> Allocate | Plan | Stop:
         """The next message of this epoch; others are dropped (rule R1)."""
         while True:
-            if self._staged is not None:
-                self._staged.wait(self._channel)
             message = decode_to_worker(self._channel.recv())
             if message.epoch == self._boot.epoch:
                 return message
