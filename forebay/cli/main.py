@@ -104,7 +104,7 @@ def simulate(
         Path | None, typer.Argument(help="requests to replay, one JSON object a line (docs/SIMULATOR.md)", show_default=False)
     ] = None,
     cluster: Annotated[
-        str | None, typer.Option("--cluster", metavar="FILE", help="TOML file of the cluster, or a shipped one: h20-pp4tp4")
+        str | None, typer.Option("--cluster", metavar="FILE", help="TOML file of the cluster, or laptop or h20-pp4tp4")
     ] = None,
     routes: Annotated[str, typer.Option("--routes", help="one run each: ticket,staged,off")] = "ticket",
     speed: Annotated[float, typer.Option("--speed", help="2 = requests arrive twice as fast as in the trace")] = 1.0,
@@ -122,20 +122,26 @@ def simulate(
     measured: Annotated[
         Path | None, typer.Option("--bench", metavar="FILE", help="with --validate: a result of `forebay bench ttft --json`")
     ] = None,
+    calibrate: Annotated[bool, typer.Option("--calibrate", help="measure this machine and print its cluster file")] = False,
     seed: Annotated[int, typer.Option("--seed", min=0, help="first seed")] = 0,
     preset: Annotated[Preset | None, typer.Option("--preset", help="how much goes wrong; drawn from each seed if not given")] = None,
     grid: Annotated[str | None, typer.Option("--grid", metavar="PPxTP", help="stages x TP ranks; drawn if not given")] = None,
     json: Json = False,
 ) -> None:
     """Replay a trace on a described cluster, or run the real planner through faulty histories (--fuzz)."""
-    if (trace is not None) + (fuzz is not None) + validate != 1:
-        raise UserError("give a trace with --cluster FILE, or one of --fuzz N, --validate; see `forebay simulate --help`")
+    if (trace is not None) + (fuzz is not None) + validate + calibrate != 1:
+        raise UserError("give a trace with --cluster FILE, or one of --fuzz N, --validate, --calibrate; see `forebay simulate --help`")
     if measured is not None and not validate:
         raise UserError("--bench goes with --validate: the simulator beside that measurement")
     if validate:
         from forebay.cli.validate import run_validation
 
-        run_validation(measured, cluster or "h20-pp4tp4", json)
+        run_validation(measured, cluster or "laptop", json)
+        return
+    if calibrate:
+        from forebay.cli.calibrate import run_calibration
+
+        run_calibration(json)
         return
     if fuzz is not None:
         from forebay.cli.simulate import run_simulation
@@ -144,7 +150,7 @@ def simulate(
         return
     assert trace is not None
     if cluster is None:
-        raise UserError("a trace needs a cluster; give --cluster FILE.toml or h20-pp4tp4")
+        raise UserError("a trace needs a cluster; give --cluster FILE.toml, laptop or h20-pp4tp4")
     from forebay.cli.replay import Asked, run_replay
 
     asked = Asked(

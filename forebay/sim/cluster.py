@@ -50,8 +50,8 @@ class Dial:
 class StagedLook(StrEnum):
     """When a stage's compute loop gets to what the staged route has brought."""
 
-    FORWARD = "forward"  # between its forwards; while it waits for hidden states it looks at once
-    PLAN = "plan"  # between its plans: from taking one until it has run, so waiting for hidden states too (Forebay's ranks)
+    FORWARD = "forward"  # between its forwards; while it waits for hidden states it looks at once (Forebay's ranks)
+    PLAN = "plan"  # between its plans: not from taking one until it has run, waiting for hidden states included
     LOCKSTEP = "lockstep"  # once for each plan that leaves the last stage: loops that wait for one another's iterations
 
 
