@@ -26,6 +26,7 @@ from forebay.core.staged import StagedOrder, Walk
 from forebay.core.tree import NONE, Tier
 
 QUERY_S = 0.1
+FORGET_S = 1.0  # an answer that is later than that is not waited for
 HOLD_SHARE = 0.8
 MAX_RETRIES = 8
 RETRY_STEPS = 8
@@ -131,7 +132,7 @@ class TicketDesk:
         return orders
 
     def next_deadline(self) -> float | None:
-        times = [due for _, due in self._queries.values()]
+        times = [due if request.phase is Phase.ASKING else due + FORGET_S for request, due in self._queries.values()]
         times += [flight.deadline for flight in self._flights.values() if not flight.cancelled]
         return min(times, default=None)
 
@@ -255,7 +256,7 @@ class TicketDesk:
             if now >= due and request.phase is Phase.ASKING:
                 request.phase = Phase.SETTLED  # a late hit may still issue a ticket while the request waits
                 self.outcomes["query_late"] += 1
-            if now >= due + 10 * QUERY_S:
+            if now >= due + FORGET_S:
                 del self._queries[number]
         for number, flight in tuple(self._flights.items()):
             if not flight.cancelled and now >= flight.deadline:

@@ -99,6 +99,16 @@ def test_a_query_that_is_late_is_a_miss_for_now_and_never_blocks_beyond_its_boun
     assert desk.take().plan is not None
 
 
+def test_a_late_query_asks_for_no_step_before_it_is_forgotten() -> None:
+    """Or the planner's loop would spin for a second."""
+    desk = store_desk()
+    ask(desk)
+    desk.now += 0.2
+    desk.take()
+    deadline = desk.planner.next_deadline()
+    assert deadline is None or deadline > desk.now
+
+
 def test_others_pass_a_request_that_waits_for_its_ticket() -> None:
     desk = store_desk()
     issue(desk)
