@@ -450,7 +450,10 @@ class Planner:
     # ------------------------------------------------------------------------------------------ flush and report
 
     def _flush(self, now: float) -> None:
-        """While a flush is pending nothing is admitted, so what runs drains. Answered when no page is left, or at its time."""
+        """While a flush is pending nothing is admitted, so what runs drains, and saves reach the store before host pages go.
+
+        Answered when no page is left, or at its time.
+        """
         if not self._flushes:
             return
         cache = self.replica.cache
@@ -461,6 +464,9 @@ class Planner:
             release_ready(request, cache)
         kept: deque[PendingFlush] = deque()
         for pending in self._flushes:
+            if Tier.HOST in pending.tiers and self.replica.stores.is_busy and now < pending.deadline:
+                kept.append(pending)
+                continue
             pending.freed += cache.flush(pending.tiers)
             held = cache.held(pending.tiers)
             if held and now < pending.deadline and not self.replica.is_idle:

@@ -236,6 +236,39 @@ def test_what_is_saved_goes_to_the_store_and_counts_once_every_rank_has_stored_i
     assert first.pages[0].hash not in again and {page.hash for page in first.pages[1:]} <= again, "only what failed, once more"
 
 
+def test_a_flush_waits_for_what_is_on_its_way_to_the_store() -> None:
+    desk, order = saving()
+    assert not desk.take(Flush(1, ("device", "host"), 5.0)).flushed
+    effects = desk.take(StoreDone(1, 0, order.transfer, b"\1" * len(order.pages)))
+    flushed = list(effects.flushed)
+    while not flushed:  # later batches
+        (order,) = [order for order in effects.orders if isinstance(order, Store)]
+        effects = desk.take(StoreDone(1, 0, order.transfer, b"\1" * len(order.pages)))
+        flushed += effects.flushed
+    assert not flushed[0].busy and host_in_use(desk) == 0
+
+
+def test_a_flush_that_may_not_wait_does_not() -> None:
+    desk, _ = saving()
+    (done,) = desk.take(Flush(1, ("host",), 0.0)).flushed
+    assert done.busy
+
+
+def saving() -> tuple[StoreDesk, Store]:
+    """A desk whose first plan's pages are on their way to the store, and no plan is in flight."""
+    desk = store_desk(write_policy=WritePolicy.WRITE_THROUGH)
+    (query,) = ask(desk, prompt=PROMPT[:9]).queries
+    desk.take(QueryDone(query.number, 0))
+    orders: list[Store] = []
+    for plan in desk.plans:
+        samples = tuple(Sample(piece.slot, 0) for piece in plan.pieces if piece.sample)  # its first token is its last
+        desk.take(PlanDone(1, 0, plan.number, samples))
+        if plan.backup is not None:
+            effects = desk.take(TransferDone(1, 0, plan.backup.transfer, len(plan.backup.copies)))
+            orders += [order for order in effects.orders if isinstance(order, Store)]
+    return desk, orders[0]
+
+
 def test_a_lost_grid_forgets_tickets_and_asks_again() -> None:
     desk = store_desk()
     issue(desk)
