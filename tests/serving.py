@@ -58,7 +58,12 @@ class Served:
     @property
     def ranks(self) -> list[psutil.Process]:
         """Of the grid that stands or starts, in the order of their numbers."""
-        return [child for child in self.planner.children() if WORKER in command_line(child)]
+        return [child for child in oldest_first(self.planner.children()) if WORKER in command_line(child)]
+
+
+def oldest_first(processes: list[psutil.Process]) -> list[psutil.Process]:
+    """In the order in which they were started, which that of their numbers is not: those start again at the bottom."""
+    return sorted(processes, key=lambda process: process.create_time())
 
 
 def command_line(process: psutil.Process) -> list[str]:
