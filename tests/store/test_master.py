@@ -401,13 +401,43 @@ def test_a_removal_between_a_holders_registration_and_its_inventory_counts_again
     assert isinstance(granted, Granted) and granted.grants[0].code == OK, "not EXISTS: it is gone"
 
 
-def test_remove_with_nobody_to_keep_the_tombstone_says_unavailable() -> None:
+def test_remove_with_nobody_to_keep_the_tombstone_removes_nothing() -> None:
     world = World()
     holder, client = world.holder(FakeHolder("h")), world.client()
     put(world, client, b"k")
     world.lose(holder.session)
-    answer = world.call(client, Remove(1, [b"k"]))
-    assert isinstance(answer, Codes) and answer.codes[0] == UNAVAILABLE
+    answer = world.call(client, Remove(1, [b"k", b"none"]))
+    assert isinstance(answer, Codes) and list(answer.codes) == [UNAVAILABLE, NOT_FOUND]
+    world.holder(holder)
+    assert exists(world, client, b"k") == [OK], "it is as if nobody had asked"
+    assert world.call(client, Remove(2, [b"k"])) == Codes(2, bytes([OK]))
+
+
+def test_remove_waits_for_a_holder_that_a_restarted_master_has_not_heard_and_no_other_can_stand_in_for() -> None:
+    world = World(quiet(replicas=2))
+    away, live = world.holder(FakeHolder("away")), world.holder(FakeHolder("live"))
+    put(world, world.client(), b"k")
+    for holder in (away, live):
+        world.lose(holder.session)
+    world.restart_master()
+    session = world.client("@holder")
+    world.step(FromHolder(session, Register("live", "a", "127.0.0.1", 1, "", "here", 1 << 20, 1 << 30, 1, ["away"])))
+    world.step(FromHolder(session, Inventory(0, list(live.memory.values()), [], [], False)))
+    client = world.client()
+    assert world.call(client, Remove(1, [b"k"])) == Codes(1, bytes([UNAVAILABLE])), "'live' may have more of it, and is alone"
+
+
+def test_a_removal_whose_keeper_goes_before_it_is_logged_may_or_may_not_have_happened() -> None:
+    world = World()
+    holder, keeper = world.holder(FakeHolder("h")), world.holder(FakeHolder("keeper", memory_bytes=64, acks=False))
+    client = world.client()
+    put(world, client, b"k")
+    world.lose(holder.session)
+    world.ask(client, Remove(1, [b"k", b"none"]))
+    world.lose(keeper.session)
+    assert world.inbox[client][-1] == Codes(1, bytes([Status.TIMEOUT, NOT_FOUND]))
+    world.holder(holder)
+    assert exists(world, client, b"k") == [NOT_FOUND], "the master still knew"
 
 
 def test_a_lost_holders_keys_are_unavailable_and_come_back_with_its_inventory() -> None:

@@ -133,12 +133,20 @@ class MasterTwin(RuleBasedStateMachine):
 
     @rule(keys=st.lists(st.sampled_from(KEYS), min_size=1, max_size=3, unique=True))
     def remove(self, keys: list[bytes]) -> None:
+        before = self._exist(keys)
         answer = self.world.call(self.client, Remove(4, keys))
         assert isinstance(answer, Codes)
-        for key, code in zip(keys, answer.codes, strict=True):
+        for key, code, was, now in zip(keys, answer.codes, before, self._exist(keys), strict=True):
+            if code == Status.UNAVAILABLE:
+                assert now == was, "refused, and yet something was done"
             if code == Status.OK:
                 self.twin.pop(key, None)
                 self.removed.add(key)
+
+    def _exist(self, keys: list[bytes]) -> bytes:
+        answer = self.world.call(self.client, Exists(9, keys))
+        assert isinstance(answer, Codes)
+        return answer.codes
 
     @rule(data=st.data())
     def log_later(self, data: st.DataObject) -> None:

@@ -149,7 +149,7 @@ class OneMaster:
         return [Status.UNAVAILABLE if gift.status is None else gift.status for gift in gifts]
 
     def remove(self, keys: Sequence[bytes], timeout_s: float | None = None) -> list[Status]:
-        """OK once every replica's holder has logged the removal; TIMEOUT means that it may or may not have happened."""
+        """OK once every replica's holder has logged the removal. UNAVAILABLE: nothing was removed. TIMEOUT: it may or may not have been."""
         deadline = self._deadline(timeout_s)
         statuses: list[Status] = []
         for some in _slices(keys, MAX_KEYS):
@@ -390,7 +390,7 @@ class OneMaster:
     def _codes(self, make: Callable[[int], ClientToMaster], count: int, deadline: float) -> _Statuses:
         answer = self._ask(make, Codes, deadline)
         if answer is None or len(answer.codes) != count:
-            return [Status.TIMEOUT if time.monotonic() >= deadline else Status.UNAVAILABLE] * count
+            return [Status.TIMEOUT] * count
         return [Status(code) for code in answer.codes]
 
     def _ask_holders(self, deadline: float) -> HolderTable:

@@ -46,6 +46,13 @@ class Digger:
         _finish_if_done(state, number, burial)
 
 
+def may_bury(state: State, object: Object) -> bool:
+    """Whether every holder that may have ``object`` is there, or another one to keep the removal for it."""
+    present = {holder.register.name for holder in state.holders.values() if holder.present}
+    absent = {replica.holder.register.name for replica in (*object.memory, *object.ssd) if not replica.holder.present}
+    return all(present - {name} for name in absent | state.unheard.keys())
+
+
 def buried(state: State, holder: Holder, bury: int) -> None:
     """``holder`` has logged the graves of message ``bury``."""
     number = state.buries.get(bury)
@@ -122,12 +129,13 @@ def _hand_over(state: State, number: int, burial: Burial, holder: Holder, graves
 
 
 def _keep(state: State, number: int, burial: Burial, name: str, graves: list[Grave]) -> None:
-    """A live holder, best one with a log, keeps the graves for the absent holder ``name``."""
+    """A live holder, best one with a log, keeps the graves for the absent holder ``name``. If there is none any more, this master alone
+    knows of the removal: it may last or not."""
     kept = [replace(grave, behalf=name) for grave in graves]
     learn(state, kept)
     keepers = [holder for holder in state.holders.values() if holder.present and holder.register.name != name]
     if not keepers:
-        burial.codes = bytes([Status.UNAVAILABLE]) * len(burial.codes)
+        burial.codes = bytes(Status.TIMEOUT if code == Status.OK else code for code in burial.codes)
         return
     _send(state, number, burial, next((holder for holder in keepers if holder.has_log), keepers[0]), kept)
 

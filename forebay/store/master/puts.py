@@ -10,7 +10,7 @@ import struct
 
 from forebay.store.backend import Status
 from forebay.store.master import space
-from forebay.store.master.burial import Digger
+from forebay.store.master.burial import Digger, may_bury
 from forebay.store.master.extents import footprint
 from forebay.store.master.records import (
     HEADER_BYTES,
@@ -253,6 +253,9 @@ def remove(state: State, now: float, session: int, call: int, keys: list[bytes])
         known = tenant.objects.get(key)
         if known is None:
             codes.append(state.absent_code(now))
+            continue
+        if not may_bury(state, known):
+            codes.append(Status.UNAVAILABLE)
             continue
         digger.bury(known)
         unlist(state, now, known)
