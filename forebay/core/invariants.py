@@ -2,7 +2,7 @@
 
 I1  every page has one owner, and the pool's counts are right (R4)
 I2  a node's pins are exactly the requests and fences that hold it; request pages are held by exactly one request
-I3  the tree is closed: parents of resident nodes are resident, there are no stubs, children are counted (R9)
+I3  the tree is closed: parents of resident nodes are resident, there are no stubs, children are counted (R9), and a prefix is one group
 I4  a request in a plan in flight holds its pages; fences only wait for plans in flight (R5)
 I5  plans in flight are consecutive, at most pp, and the newest is the last one built (R1)
 I6  slots are used once; requests are in exactly one place: waiting or running
@@ -97,6 +97,7 @@ def _check_tree(cache: PageCache) -> None:
         assert not node.stale and tree.get(node.hash) is node, "I3: stale node in the tree"
         assert node.pages != STUB, "I3: a stub"
         assert parent is None or tree.get(parent.hash) is parent, "I3: a resident node's parent is not resident"
+        assert node.group == (node.hash if parent is None else parent.group), "I3: a node is of another group than its prefix"
         assert node.heirs == heirs[id(node)], f"I3: {node.heirs} children counted, {heirs[id(node)]} there"
     for tier in TIERS:
         resident = [node for node in nodes if node.pages[tier] != NONE]

@@ -292,10 +292,14 @@ class Plan(_Message, frozen=True):
 
 
 class PageKey(msgspec.Struct, frozen=True, array_like=True):
-    """A host page and the page hash that names its content in the store; each rank adds the name of its own part."""
+    """A host page and the page hash that names its content in the store; each rank adds the name of its own part.
+
+    ``group``: the hash of its prefix's first page. A store of several masters keeps a group with one of them.
+    """
 
     host: int
     hash: bytes
+    group: bytes = b""
 
 
 class Ticket(_Message, frozen=True):

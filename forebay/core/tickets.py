@@ -44,10 +44,14 @@ class FetchPolicy(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """Effect: ask the store how many leading ``hashes`` it has all parts of, within `QUERY_S`, and answer with `QueryDone`."""
+    """Effect: ask the store how many leading ``hashes`` it has all parts of, within `QUERY_S`, and answer with `QueryDone`.
+
+    ``group``: the hash of the prefix's first page, under which they were stored.
+    """
 
     number: int
     hashes: tuple[bytes, ...]
+    group: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +163,7 @@ class TicketDesk:
             return
         self._number += 1
         self._queries[self._number] = (request, now + QUERY_S)
-        self.orders.queries.append(Query(self._number, tuple(missing)))
+        self.orders.queries.append(Query(self._number, tuple(missing), request.hashes[0]))
         request.phase = Phase.ASKING
 
     def answered(self, done: QueryDone, cache: PageCache, now: float, compute_s: float, pending: bool) -> None:
@@ -216,7 +220,8 @@ class TicketDesk:
         hashes = missing[: len(pages)]
         first = request.hashes.index(hashes[0])
         self._number += 1
-        keys = tuple(PageKey(page, hash) for page, hash in zip(pages, hashes, strict=True))
+        group = request.hashes[0]
+        keys = tuple(PageKey(page, hash, group) for page, hash in zip(pages, hashes, strict=True))
         walk = Walk(self.epoch, self._number, keys, *self._shape) if self._staged else None
         self.orders.tickets.append(Ticket(self.epoch, self._number, keys) if walk is None else walk.advance())
         flight = _Flight(

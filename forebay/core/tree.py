@@ -33,18 +33,20 @@ class Node:
     """One resident page. ``pages`` and ``pins`` by tier (page `NONE`: not there). ``tick``: last use.
 
     ``children`` by tier: how many have a page there; ``heirs``: how many there are. ``stale``: deleted from the tree.
+    ``group``: the hash of its prefix's first page.
     ``private``: only requests that may not be stored have used it. ``wanted``: stands in the queue for a host page; ``saving``:
     a BACKUP of it is under way. ``hits``: matches. ``stored``: believed to be in the store; ``storing``: on its way there, tried
     ``tries`` times.
     """
 
     __slots__ = (
-        "children", "hash", "heirs", "hits", "pages", "parent", "pins", "private", "saving", "stale", "stored", "storing",
+        "children", "group", "hash", "heirs", "hits", "pages", "parent", "pins", "private", "saving", "stale", "stored", "storing",
         "tick", "tries", "wanted",
     )  # fmt: skip
 
     def __init__(self, hash: bytes, parent: "Node | None", tick: int) -> None:
         self.hash = hash
+        self.group: bytes = hash if parent is None else parent.group
         self.parent = parent
         self.pages = [NONE, NONE]
         self.pins = [0, 0]

@@ -109,7 +109,7 @@ class Manifest:
             if self._clock() - self._read_at < READ_AGAIN_S:
                 return self._others
             self._read_at = self._clock()
-        found = dict.fromkeys(layout for layout in self._slots(timeout_s) if layout is not None)
+        found = dict.fromkeys(layout for layout in self._slots(timeout_s) if isinstance(layout, Layout))
         self._others = tuple(layout for layout in found if layout != self._own and layout.covers_as(self._own))
         return self._others
 
@@ -125,31 +125,37 @@ class Manifest:
             if self._own in slots:
                 self._add_at = self._clock() + ADD_AGAIN_S
                 return True
-            if None not in slots or not self._take(slots.index(None), left):
+            if Status.NOT_FOUND not in slots or not self._take(slots.index(Status.NOT_FOUND), left):
                 return False
         return False
 
     def _take(self, slot: int, timeout_s: float) -> bool:
-        """Put our layout into a slot that seems free. True: look who has it now."""
+        """Put our layout into a free slot. True: look who has it now."""
         try:
             record = self._own.encode()
         except ValueError:  # grids of that many stages are read by their like alone
             return False
-        status = self._store.put_from([PutItem(self._keys[slot], record)], timeout_s)[0]
+        status = self._store.put_from([PutItem(self._keys[slot], record, self._keys[slot])], timeout_s)[0]
         return status in (Status.OK, Status.EXISTS)
 
-    def _slots(self, timeout_s: float) -> list[Layout | None]:
-        """What is in each slot: None where it is free or cannot be read now."""
+    def _slots(self, timeout_s: float) -> list[Layout | Status]:
+        """What is in each slot, or why that is not known: ``NOT_FOUND`` where it is free. Of several masters each has some slots."""
         buffers = [bytearray(RECORD_BYTES) for _ in self._keys]
-        items = [GetItem(key, 0, RECORD_BYTES, buffer) for key, buffer in zip(self._keys, buffers, strict=True)]
+        items = [GetItem(key, 0, RECORD_BYTES, buffer, key) for key, buffer in zip(self._keys, buffers, strict=True)]
         statuses = self._store.get_into(items, timeout_s)
-        return [_decoded(buffer) if status is Status.OK else None for buffer, status in zip(buffers, statuses, strict=True)]
+        return [_decoded(buffer) if status is Status.OK else status for buffer, status in zip(buffers, statuses, strict=True)]
 
 
 def match_prefix(
-    store: PageStore, hashes: Sequence[bytes], own: Layout, manifest: Manifest, timeout_s: float, needed: Part | None = None
+    store: PageStore,
+    hashes: Sequence[bytes],
+    group: bytes,
+    own: Layout,
+    manifest: Manifest,
+    timeout_s: float,
+    needed: Part | None = None,
 ) -> int:
-    """How many leading pages the store has whole, each in our own layout or in any other one.
+    """How many leading pages, all of ``group``, the store has whole, each in our own layout or in any other one.
 
     ``needed``: only as far as this part of them is concerned, which is about to be read; None: all parts, for whoever asks ahead.
     """
@@ -158,7 +164,7 @@ def match_prefix(
     def count(layout: Layout, start: int) -> int:
         names = [manifest.name(part) for part in layout.parts if needed is None or part.overlaps(needed)]
         left = deadline - time.monotonic()
-        return store.match_prefix(hashes[start:], names, hint=needed is not None, timeout_s=left) if left > 0 else 0
+        return store.match_prefix(hashes[start:], names, hint=needed is not None, timeout_s=left, group=group) if left > 0 else 0
 
     matched = count(own, 0)
     if matched == len(hashes) or not (others := manifest.others(deadline - time.monotonic())):
@@ -172,8 +178,8 @@ def match_prefix(
     return matched
 
 
-def _decoded(record: bytearray) -> Layout | None:
+def _decoded(record: bytearray) -> Layout | Status:
     try:
         return Layout.decode(record)
     except ValueError:
-        return None
+        return Status.INVALID

@@ -33,7 +33,7 @@ from forebay.runtime.host_pool import HostPool
 from forebay.runtime.page_reader import PageReader
 from forebay.runtime.staged import StagedRoute
 from forebay.store.backend import PutItem, Status
-from forebay.store.backends.guarded import GuardedStore
+from forebay.store.backends.guarded import WatchedStore
 
 FETCH_THREADS = 2  # a long ticket must not hold up a short one (field report P14)
 BATCH_BYTES = 8 << 20
@@ -49,7 +49,7 @@ class PageIo:
 
     def __init__(
         self,
-        store: GuardedStore,
+        store: WatchedStore,
         reader: PageReader,
         host: HostPool,
         part: bytes,
@@ -119,8 +119,7 @@ class PageIo:
         """On the compute loop: this rank asks for its own part and reads what is there, on a fetch thread."""
 
         def present() -> Sequence[PageKey]:
-            hashes = [page.hash for page in ticket.pages]
-            return ticket.pages[: self._reader.match(hashes, STAGED_QUERY_S)]
+            return ticket.pages[: self._reader.match(ticket.pages, STAGED_QUERY_S)]
 
         def work() -> None:
             self.staged.read(ticket.transfer, self._read_all(ticket.transfer, present, lambda pages: None))
@@ -172,7 +171,7 @@ class PageIo:
             self._say(StoreDone(self._epoch, self._rank, order.transfer, stored))
 
     def _put_batch(self, pages: Sequence[PageKey]) -> list[Status]:
-        items = [PutItem(page.hash + self._part, self._host.block(page.host)) for page in pages]
+        items = [PutItem(page.hash + self._part, self._host.block(page.host), page.group) for page in pages]
         return self._store.put_from(items, STORE_TIMEOUT_S)
 
     def _is_cancelled(self, transfer: int) -> bool:

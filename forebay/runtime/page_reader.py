@@ -54,13 +54,14 @@ class _Batch:
         self._owners: list[int] = []
         self._copies: list[tuple[int, _Source, bytearray, memoryview]] = []
 
-    def add(self, index: int, hash: bytes, source: _Source, block: memoryview) -> None:
+    def add(self, index: int, page: PageKey, source: _Source, block: memoryview) -> None:
         """Page number ``index`` of the batch wants what ``source`` has of it."""
+        key = page.hash + source.name
         if source.is_direct:
-            reads = [GetItem(hash + source.name, r.source, r.length, block[r.target : r.target + r.length]) for r in source.runs]
+            reads = [GetItem(key, r.source, r.length, block[r.target : r.target + r.length], page.group) for r in source.runs]
         else:
             scratch = bytearray(source.span_bytes)
-            reads = [GetItem(hash + source.name, source.begin, source.span_bytes, scratch)]
+            reads = [GetItem(key, source.begin, source.span_bytes, scratch, page.group)]
             self._copies.append((index, source, scratch, block))
         self.items += reads
         self._owners += [index] * len(reads)
@@ -95,9 +96,10 @@ class PageReader:
             done += came
         return done
 
-    def match(self, hashes: Sequence[bytes], timeout_s: float) -> int:
-        """How many leading pages the store has, as far as this rank needs them. They will be read at once."""
-        return match_prefix(self._store, hashes, self._own, self._manifest, timeout_s, needed=self._block.part)
+    def match(self, pages: Sequence[PageKey], timeout_s: float) -> int:
+        """How many leading pages of one prefix the store has, as far as this rank needs them. They will be read at once."""
+        hashes, group = [page.hash for page in pages], pages[0].group if pages else b""
+        return match_prefix(self._store, hashes, group, self._own, self._manifest, timeout_s, needed=self._block.part)
 
     def _read_some(self, pages: Sequence[PageKey], deadline: float) -> int:
         """Pages from the front, as many as come in one layout; 0 if the first is there in none, or the store does not give it."""
@@ -130,7 +132,7 @@ class PageReader:
         batch = _Batch()
         for index, page in enumerate(pages):
             for source in sources:
-                batch.add(index, page.hash, source, self._host.block(page.host))
+                batch.add(index, page, source, self._host.block(page.host))
         return batch.settle(len(pages), self._store.get_into(batch.items, left))
 
     def _sources(self, layout: Layout) -> list[_Source]:

@@ -1,4 +1,4 @@
-"""How planner and ranks of one grid reach the same store, each behind a circuit breaker of its own.
+"""How planner and ranks of one grid reach the same store, each behind circuit breakers of its own: one for each master.
 
 A private (``embedded``) store is one process that the planner starts and ends; ranks are told its address and secret. Every other URL
 is opened by each process for itself. A store that does not answer when the server starts ends it; from then on it may come and go.
@@ -18,9 +18,11 @@ from forebay.core.tickets import QUERY_S, Query, QueryDone
 from forebay.observe.figures import Meter, StoreState
 from forebay.runtime.layouts import Layout, Manifest, match_prefix
 from forebay.runtime.metered_store import MeteredStore
+from forebay.store.address import AddressError, StoreUrl
 from forebay.store.backend import PageStore
 from forebay.store.backends.embedded import EmbeddedStore
-from forebay.store.backends.guarded import GuardedStore
+from forebay.store.backends.grouped import GroupedStore
+from forebay.store.backends.guarded import GuardedStore, WatchedStore
 from forebay.store.backends.open import StoreURLError, open_store
 from forebay.store.breaker import State
 
@@ -54,17 +56,7 @@ class StoreDesk:
 
         Raises ``StoreURLError`` if there is no such store or it does not answer.
         """
-        store = open_store(url)
-        assert store is not None
-        metered = MeteredStore(store, meter)
-
-        def revived(_: PageStore | None) -> PageStore:
-            """A private store whose process has ended is started again where it was."""
-            if isinstance(store, EmbeddedStore):
-                store.start_again_if_dead()
-            return metered
-
-        self._store = GuardedStore(metered, _say("forebay planner"), revived)
+        self._store, self.address = _opened_first(url, meter)
         self._own = own
         self._manifest = Manifest(self._store, namespace, own)
         self._threads = ThreadPoolExecutor(QUERY_THREADS, "query")
@@ -74,10 +66,6 @@ class StoreDesk:
         self.answers: SimpleQueue[QueryDone] = SimpleQueue()
         self.cleared: SimpleQueue[StoreCleared] = SimpleQueue()
         self.state = StoreState(url)
-        if isinstance(store, EmbeddedStore):
-            self.address = StoreAddress(store.url, store.secret)
-        else:
-            self.address = StoreAddress(url, None)
 
     def ask(self, query: Query, wake: Callable[[], None]) -> None:
         """Answer a query later; never blocks. A store that is not asked now is a miss at once: the threads may hang in calls to it."""
@@ -111,7 +99,7 @@ class StoreDesk:
         pages = 0
         try:
             if time.monotonic() - asked_at < QUERY_S:
-                pages = match_prefix(self._store, query.hashes, self._own, self._manifest, QUERY_S)
+                pages = match_prefix(self._store, query.hashes, query.group, self._own, self._manifest, QUERY_S)
         except Exception:  # a store should answer with a number; whatever it does instead is a miss
             traceback.print_exc()
         finally:
@@ -143,17 +131,9 @@ class StoreDesk:
             wake()
 
 
-def open_for_rank(address: StoreAddress, rank: int, meter: Meter) -> GuardedStore:
+def open_for_rank(address: StoreAddress, rank: int, meter: Meter) -> WatchedStore:
     """Never fails: it answered the planner a moment ago, and a rank that starts again must not need it."""
-
-    def revived(store: PageStore | None) -> PageStore:
-        return store or MeteredStore(_opened(address), meter)
-
-    say = _say(f"rank {rank}")
-    try:
-        return GuardedStore(MeteredStore(_opened(address), meter), say)
-    except StoreURLError as error:
-        return GuardedStore(None, say, revived, str(error))
+    return _guarded(address, f"rank {rank}", meter)
 
 
 class StoreView:
@@ -179,10 +159,60 @@ class StoreView:
         return StoreHealth(worst.state, worst.detail, openings, self._refused + sum(health.refused for health in known))
 
 
-def _opened(address: StoreAddress) -> PageStore:
-    store = open_store(address.url, secret=address.secret)
+def _opened_first(url: str, meter: Meter) -> tuple[WatchedStore, StoreAddress]:
+    """The planner's, and what to tell ranks. Raises ``StoreURLError`` if the store does not answer: of several masters, none."""
+    if len(_masters(url)) > 1:
+        grouped = _guarded(StoreAddress(url, None), "forebay planner", meter)
+        if grouped.is_open:
+            grouped.close()
+            raise StoreURLError(f"store {url!r} does not answer: {grouped.figures.detail}; --store none does without")
+        return grouped, StoreAddress(url, None)
+    store = open_store(url)
     assert store is not None
-    return store
+    metered = MeteredStore(store, meter)
+
+    def revived(_: PageStore | None) -> PageStore:
+        """A private store whose process has ended is started again where it was."""
+        if isinstance(store, EmbeddedStore):
+            store.start_again_if_dead()
+        return metered
+
+    address = StoreAddress(store.url, store.secret) if isinstance(store, EmbeddedStore) else StoreAddress(url, None)
+    return GuardedStore(metered, _say("forebay planner"), revived), address
+
+
+def _guarded(address: StoreAddress, who: str, meter: Meter) -> WatchedStore:
+    """A store that may be away, now and later, behind one breaker; one of several masters behind one for each."""
+    masters = _masters(address.url)
+    if len(masters) > 1:
+        with ThreadPoolExecutor(len(masters)) as threads:
+            opened = threads.map(
+                lambda name: _guarded_one(StoreAddress(masters[name], address.secret), f"{who}, {name}", meter, patient=False), masters
+            )
+            return GroupedStore(dict(zip(masters, opened, strict=True)))
+    return _guarded_one(address, who, meter, patient=True)
+
+
+def _guarded_one(address: StoreAddress, who: str, meter: Meter, *, patient: bool) -> GuardedStore:
+    def opened() -> PageStore:
+        store = open_store(address.url, secret=address.secret, patient=patient)
+        assert store is not None
+        return MeteredStore(store, meter)
+
+    try:
+        return GuardedStore(opened(), _say(who))
+    except StoreURLError as error:
+        return GuardedStore(None, _say(who), lambda store: store or opened(), str(error))
+
+
+def _masters(url: str) -> dict[str, str]:
+    """A URL for every master of a store by their addresses; {} for what has none. Raises ``StoreURLError`` for a bad URL."""
+    if not url.startswith(("forebay://", "forebay+tls://")):
+        return {}
+    try:
+        return StoreUrl.parse(url).each()
+    except AddressError as error:
+        raise StoreURLError(f"store {url!r}: {error}; --store none does without") from error
 
 
 def _say(who: str) -> Callable[[str], None]:

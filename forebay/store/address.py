@@ -54,6 +54,11 @@ class StoreUrl:
             raise AddressError(f"{url!r} names a master twice")
         return cls(masters, scheme == "forebay+tls", Path(ca) if ca else None)
 
+    def each(self) -> dict[str, str]:
+        """A URL for every master alone, by its address."""
+        scheme, ca = "forebay+tls" if self.tls else "forebay", f"?ca={self.ca}" if self.ca else ""
+        return {str(master): f"{scheme}://{master}{ca}" for master in self.masters}
+
 
 def this_machine() -> str:
     """Equal for two processes that can share memory through a Unix socket: same boot, same network namespace."""

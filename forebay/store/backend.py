@@ -4,6 +4,9 @@ A *key* is namespace + page hash. A *part* is the (layer range, head range) piec
 stored under ``key`` + ``part`` is one contiguous page block (DESIGN 4.2). Every call is bounded by its ``timeout_s``, answers item
 by item, and raises nothing for what a store may do on a bad day: slow, dead, short, corrupt are statuses. Contract tests in
 `tests/store/` run against every backend.
+
+A *group* is what a store of several masters keeps with one of them: an engine's is the hash of a prefix's first page, so a dead master
+is not a hole in every prefix. An object is asked for under the group that it was put with; stores of one piece need not look at it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -40,6 +43,7 @@ class GetItem:
     offset: int
     length: int
     buffer: Buffer
+    group: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +52,7 @@ class PutItem:
 
     key: bytes
     buffer: Buffer
+    group: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +76,9 @@ class StoreUse:
 class PageStore(Protocol):
     """What the engine asks of L3. Thread-safe; the data path releases the GIL."""
 
-    def match_prefix(self, keys: Sequence[bytes], parts: Sequence[bytes], *, hint: bool, timeout_s: float) -> int:
-        """How many leading ``keys`` have *every* one of ``parts``. ``hint``: they will be read soon, bring them nearer.
+    def match_prefix(self, keys: Sequence[bytes], parts: Sequence[bytes], *, hint: bool, timeout_s: float, group: bytes = b"") -> int:
+        """How many leading ``keys``, all of ``group``, have *every* one of ``parts``. ``hint``: they will be read soon, bring them
+        nearer.
 
         0 if the store does not answer in time: a late answer is a miss.
         """

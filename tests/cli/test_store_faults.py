@@ -17,6 +17,7 @@ import httpx
 import psutil
 import pytest
 
+from forebay.store import StoreClient
 from tests.cli.test_served_model import DEADLINE_S, FOREBAY, OPTIONS, Served
 from tests.frontend.served import until
 from tests.frontend.tiny_text import write_random_weights, write_text_model
@@ -273,6 +274,51 @@ def test_a_store_that_stands_still_dies_and_comes_back_costs_pages_and_never_the
         check_baseline(served)
         served.process.send_signal(signal.SIGTERM)
         assert served.wait_end() == 0
+
+
+@pytest.mark.slow
+def test_of_two_masters_a_dead_one_costs_its_own_prefixes_from_their_first_page_and_no_others(start: Start, tmp_path: Path) -> None:
+    whole = PAGES * PAGE
+    with farm(tmp_path) as made:
+        masters = [made.master(), made.master()]
+        url = "forebay://" + ",".join(master.url.removeprefix("forebay://") for master in masters)
+        made.run("holder", "--master", url, "--dram", "32MiB", "--ssd", str(tmp_path / "log"), "--ssd-size", "64MiB")
+        served = start(url)
+        texts: dict[str, str] = {}
+        owners: dict[str, int] = {}
+        names = iter("abcdefghijklmnopqrstuvwxyz")
+        while not all(list(owners.values()).count(each) >= 2 for each in (0, 1)):
+            before = [pages_of(master) for master in masters]
+            name, text = prime(served, next(names))
+            grown = [pages_of(master) - had for master, had in zip(masters, before, strict=True)]
+            assert sorted(grown) == [0, 2 * PAGES], "all parts of all its pages are with one master"
+            texts[name], owners[name] = text, grown.index(2 * PAGES)
+        until(lambda: all(is_warm(served, name, text) for name, text in texts.items()))
+
+        lost = masters[0]
+        lost.kill()
+        living = {name for name, owner in owners.items() if owner == 1}
+        hit: set[str] = set()
+        while hit != living:
+            for name, text in texts.items():
+                check_baseline(served)
+                said, cached = ask(served, name)
+                assert said == text and cached in ({0, whole} if name in living else {0}), "whole, or not taken at all"
+                hit |= {name} if cached else set()
+        until(lambda: state(served) != "closed")
+        check_baseline(served)
+
+        made.again(lost)
+        until(lambda: state(served) == "closed")
+        until(lambda: all(is_warm(served, name, text) for name, text in texts.items()))
+        served.process.send_signal(signal.SIGTERM)
+        assert served.wait_end() == 0
+
+
+def pages_of(master: Process) -> int:
+    """Parts of pages that this master has, and no records of layouts and probes."""
+    with StoreClient.connect(master.url) as client:
+        return sum(not key.startswith(b"forebay-") for key, _ in client.list())
 
 
 def is_warm(served: Served, name: str, text: str) -> bool:

@@ -236,6 +236,18 @@ def test_what_is_saved_goes_to_the_store_and_counts_once_every_rank_has_stored_i
     assert first.pages[0].hash not in again and {page.hash for page in first.pages[1:]} <= again, "only what failed, once more"
 
 
+def test_a_group_is_the_first_pages_hash_for_what_is_stored_asked_for_and_fetched() -> None:
+    """Of a store of several masters, one has all of a prefix."""
+    desk, stored = saving()
+    first = stored.pages[0].hash
+    assert len(stored.pages) == 2 and {page.group for page in stored.pages} == {first}
+    (query,) = ask(desk, "longer").queries
+    assert len(query.hashes) == 3 and query.group == first, "the first pages are in the tree, and name the group all the same"
+    (ticket,) = desk.take(QueryDone(query.number, 3)).orders
+    assert isinstance(ticket, Ticket) and [page.hash for page in ticket.pages] == list(query.hashes)
+    assert {page.group for page in ticket.pages} == {first}
+
+
 def test_a_flush_waits_for_what_is_on_its_way_to_the_store() -> None:
     desk, order = saving()
     assert not desk.take(Flush(1, ("device", "host"), 5.0)).flushed

@@ -171,7 +171,7 @@ class Pages:
         return self.hashes[number] + Manifest(self.store, b"model", WHOLE).name(part)
 
     def match(self, own: Layout) -> int:
-        return match_prefix(self.store, self.hashes, own, Manifest(self.store, b"model", own), T)
+        return match_prefix(self.store, self.hashes, b"", own, Manifest(self.store, b"model", own), T)
 
     def reader(self, own: Layout, part: Part) -> tuple[PageReader, HostPool]:
         shard = Shard(part.layers.start, part.layers.stop, 6, part.heads.start // len(part.heads), 3 // len(part.heads))

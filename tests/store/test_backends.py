@@ -15,6 +15,7 @@ from forebay.store.backends import StoreURLError, open_store
 from forebay.store.backends.directory import DirectoryStore
 from forebay.store.backends.embedded import EmbeddedStore
 from forebay.store.backends.forebay import ForebayStore
+from forebay.store.backends.grouped import GroupedStore
 from forebay.store.backends.guarded import GuardedStore
 from forebay.store.wire.messages import Tier
 from tests.store.store_cluster import cluster, wait_for
@@ -29,6 +30,11 @@ def made(kind: str, path: Path) -> Iterator[PageStore]:
         yield DirectoryStore(path, 1 << 30)
     elif kind == "guarded":
         yield GuardedStore(DirectoryStore(path, 1 << 30), print)
+    elif kind == "grouped":
+        stores = {name: GuardedStore(DirectoryStore(path / name, 1 << 30), print) for name in ("one", "two")}
+        grouped = GroupedStore(stores)
+        yield grouped
+        grouped.close()
     elif kind == "embedded":
         store = EmbeddedStore(path, 16 << 20, 1 << 30)
         try:
@@ -41,7 +47,7 @@ def made(kind: str, path: Path) -> Iterator[PageStore]:
             yield ForebayStore(nodes.client(allow_local=kind == "forebay-local"))
 
 
-@pytest.fixture(params=["file", "guarded", "forebay-local", "forebay-tcp", "embedded"])
+@pytest.fixture(params=["file", "guarded", "grouped", "forebay-local", "forebay-tcp", "embedded"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[PageStore]:
     with made(request.param, tmp_path / "store") as one:
         yield one

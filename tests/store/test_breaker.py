@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from forebay.store.backend import GetItem, Health, PageStore, PutItem, Status
+from forebay.store.backend import GetItem, Health, PageStore, PutItem, Status, StoreUse
 from forebay.store.backends.directory import DirectoryStore
 from forebay.store.backends.guarded import GuardedStore
 from forebay.store.breaker import CHECK_EVERY_S, FAILURES, GRACE_S, PAUSE_MAX_S, PAUSE_S, Breaker, Outcome, State
@@ -208,9 +208,9 @@ class BadStore:
         self.is_well = True
         self.calls = 0
 
-    def match_prefix(self, keys: Sequence[bytes], parts: Sequence[bytes], *, hint: bool, timeout_s: float) -> int:
+    def match_prefix(self, keys: Sequence[bytes], parts: Sequence[bytes], *, hint: bool, timeout_s: float, group: bytes = b"") -> int:
         self.calls += 1
-        return self.good.match_prefix(keys, parts, hint=hint, timeout_s=timeout_s) if self.is_well else 0
+        return self.good.match_prefix(keys, parts, hint=hint, timeout_s=timeout_s, group=group) if self.is_well else 0
 
     def get_into(self, items: Sequence[GetItem], timeout_s: float) -> list[Status]:
         return self._on_a_bad_day(len(items)) or self.good.get_into(items, timeout_s)
@@ -220,6 +220,12 @@ class BadStore:
 
     def health(self) -> Health:
         return Health(self.is_well, "ill")
+
+    def use(self) -> StoreUse:
+        return self.good.use()
+
+    def clear(self, parts: Sequence[bytes], timeout_s: float) -> int:
+        return self.good.clear(parts, timeout_s)
 
     def close(self) -> None:
         self.good.close()

@@ -39,7 +39,7 @@ class DirectoryStore:
             raise opened
         self.files = opened
 
-    def match_prefix(self, keys: Sequence[bytes], parts: Sequence[bytes], *, hint: bool, timeout_s: float) -> int:
+    def match_prefix(self, keys: Sequence[bytes], parts: Sequence[bytes], *, hint: bool, timeout_s: float, group: bytes = b"") -> int:
         deadline = time.monotonic() + timeout_s
 
         def match(job: Job[int], scratch: Scratch) -> int:

@@ -50,8 +50,8 @@ class EmbeddedStore:
     def pid(self) -> int:
         return self._child.pid
 
-    def match_prefix(self, keys: Sequence[bytes], parts: Sequence[bytes], *, hint: bool, timeout_s: float) -> int:
-        return self._store.match_prefix(keys, parts, hint=hint, timeout_s=timeout_s)
+    def match_prefix(self, keys: Sequence[bytes], parts: Sequence[bytes], *, hint: bool, timeout_s: float, group: bytes = b"") -> int:
+        return self._store.match_prefix(keys, parts, hint=hint, timeout_s=timeout_s, group=group)
 
     def get_into(self, items: Sequence[GetItem], timeout_s: float) -> list[Status]:
         return self._store.get_into(items, timeout_s)

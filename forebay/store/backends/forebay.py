@@ -15,8 +15,8 @@ class ForebayStore:
     def __init__(self, client: StoreClient) -> None:
         self.client = client
 
-    def match_prefix(self, keys: Sequence[bytes], parts: Sequence[bytes], *, hint: bool, timeout_s: float) -> int:
-        return self.client.match_prefix(keys, parts, prefetch=hint, timeout_s=timeout_s)
+    def match_prefix(self, keys: Sequence[bytes], parts: Sequence[bytes], *, hint: bool, timeout_s: float, group: bytes = b"") -> int:
+        return self.client.match_prefix(keys, parts, prefetch=hint, timeout_s=timeout_s, group=group)
 
     def get_into(self, items: Sequence[GetItem], timeout_s: float) -> list[Status]:
         bufs, bad = [], set()
@@ -28,11 +28,13 @@ class ForebayStore:
             if len(view) != item.length:
                 bad.add(index)
             bufs.append(view)
-        statuses = self.client.get_into([i.key for i in items], bufs, [i.offset for i in items], timeout_s=timeout_s)
+        keys, offsets, groups = [i.key for i in items], [i.offset for i in items], [i.group for i in items]
+        statuses = self.client.get_into(keys, bufs, offsets, timeout_s=timeout_s, groups=groups)
         return [Status.INVALID if index in bad else status for index, status in enumerate(statuses)]
 
     def put_from(self, items: Sequence[PutItem], timeout_s: float) -> list[Status]:
-        return self.client.put_from([item.key for item in items], [item.buffer for item in items], timeout_s=timeout_s)
+        keys, bufs, groups = [i.key for i in items], [i.buffer for i in items], [i.group for i in items]
+        return self.client.put_from(keys, bufs, timeout_s=timeout_s, groups=groups)
 
     def health(self) -> Health:
         try:
@@ -59,9 +61,13 @@ class ForebayStore:
 
     def clear(self, parts: Sequence[bytes], timeout_s: float) -> int:
         deadline = time.monotonic() + timeout_s
-        found = [key for key, _ in self.client.list(timeout_s=timeout_s) if key.endswith(tuple(parts))]
-        left_s = max(deadline - time.monotonic(), 0.0)
-        return sum(status is Status.OK for status in self.client.remove(found, timeout_s=left_s))
+        removed = 0
+        for master in self.client.masters:  # each is asked for what it has: a key does not tell its group
+            left_s = max(deadline - time.monotonic(), 0.0)
+            found = [key for key, _ in master.list(timeout_s=left_s) if key.endswith(tuple(parts))]
+            left_s = max(deadline - time.monotonic(), 0.0)
+            removed += sum(status is Status.OK for status in master.remove(found, timeout_s=left_s))
+        return removed
 
     def close(self) -> None:
         self.client.close()

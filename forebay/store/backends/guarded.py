@@ -10,7 +10,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from forebay.core.messages import StoreHealth
 from forebay.store.backend import GetItem, Health, PageStore, PutItem, Status, StoreUse
@@ -25,8 +25,22 @@ _BROKEN = (Status.UNAVAILABLE, Status.CHECKSUM)
 T = TypeVar("T")
 
 
+class WatchedStore(PageStore, Protocol):
+    """A store that is not asked while it is not well."""
+
+    @property
+    def is_open(self) -> bool:
+        """The store is not asked now: calls are refused at once."""
+        ...
+
+    @property
+    def figures(self) -> StoreHealth:
+        """For whoever reports on it. Also notices calls that do not return."""
+        ...
+
+
 class GuardedStore:
-    """A `PageStore`. Owns what it guards.
+    """A `WatchedStore`. Owns what it guards.
 
     ``store`` None: it could not be opened yet. ``revive``: called by probes with what there is, gives a store that may answer, raises
     ``OSError`` or ``ValueError`` if there is none. ``say``: gets one line when the store is given up or asked again; from any thread.
@@ -54,12 +68,10 @@ class GuardedStore:
 
     @property
     def is_open(self) -> bool:
-        """The store is not asked now: calls are refused at once."""
         return self.figures.state != State.CLOSED
 
     @property
     def figures(self) -> StoreHealth:
-        """For whoever reports on it. Also notices calls that do not return."""
         with self._changed:
             breaker = self._breaker
             breaker.look(time.monotonic())
@@ -68,13 +80,16 @@ class GuardedStore:
         self._after()
         return figures
 
-    def match_prefix(self, keys: Sequence[bytes], parts: Sequence[bytes], *, hint: bool, timeout_s: float) -> int:
+    def match_prefix(self, keys: Sequence[bytes], parts: Sequence[bytes], *, hint: bool, timeout_s: float, group: bytes = b"") -> int:
         def judge(matched: int, took_s: float) -> tuple[Outcome, str]:
             if took_s >= max(timeout_s, LATE_S):
                 return Outcome.FAILED, f"no answer to a query within {timeout_s:.1f} s"
             return (Outcome.GOOD if matched else Outcome.UNSURE), ""
 
-        return self._call(lambda store: store.match_prefix(keys, parts, hint=hint, timeout_s=timeout_s), judge, timeout_s, 0)
+        def match(store: PageStore) -> int:
+            return store.match_prefix(keys, parts, hint=hint, timeout_s=timeout_s, group=group)
+
+        return self._call(match, judge, timeout_s, 0)
 
     def get_into(self, items: Sequence[GetItem], timeout_s: float) -> list[Status]:
         nothing = [Status.UNAVAILABLE] * len(items)

@@ -23,8 +23,11 @@ class StoreURLError(ValueError):
     """One line: what was given, what is allowed, what to do."""
 
 
-def open_store(url: str, tenant: str = "default", secret: str | Path | None = None) -> PageStore | None:
-    """The store that ``url`` names; None for ``none``. Raises ``StoreURLError``, also if the store does not answer."""
+def open_store(url: str, tenant: str = "default", secret: str | Path | None = None, patient: bool = True) -> PageStore | None:
+    """The store that ``url`` names; None for ``none``. ``patient`` as for `StoreClient.connect`.
+
+    Raises ``StoreURLError``, also if the store does not answer.
+    """
     name, _, query = url.partition("?")
     if name == "none":
         return None
@@ -37,7 +40,7 @@ def open_store(url: str, tenant: str = "default", secret: str | Path | None = No
             sizes = _sizes(query, {"size": DEFAULT_FILE_BYTES, "free": DEFAULT_FREE_BYTES})
             return DirectoryStore(Path(name.removeprefix("file:")), sizes["size"], sizes["free"])
         if name.startswith(("forebay://", "forebay+tls://")):
-            return ForebayStore(StoreClient.connect(url, tenant, secret, prefetch=PrefetchOptions(enabled=True)))
+            return ForebayStore(StoreClient.connect(url, tenant, secret, prefetch=PrefetchOptions(enabled=True), patient=patient))
     except (AddressError, TlsError, OSError) as error:
         raise StoreURLError(f"store {url!r}: {error}; allowed: {_FORMS}; --store none does without") from error
     raise StoreURLError(f"{url!r} is no store; allowed: {_FORMS}")

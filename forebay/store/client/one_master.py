@@ -149,7 +149,7 @@ class OneMaster:
         return [Status.UNAVAILABLE if gift.status is None else gift.status for gift in gifts]
 
     def remove(self, keys: Sequence[bytes], timeout_s: float | None = None) -> list[Status]:
-        """OK once every replica's holder has logged the removal. UNAVAILABLE: nothing was removed. TIMEOUT: it may or may not have been."""
+        """OK once every replica's holder has logged the removal. UNAVAILABLE: nothing was removed. TIMEOUT: it may have been."""
         deadline = self._deadline(timeout_s)
         statuses: list[Status] = []
         for some in _slices(keys, MAX_KEYS):

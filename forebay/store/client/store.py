@@ -6,7 +6,6 @@ A *group* is what stays together on one master, so that a dead one is not a hole
 hash of a prefix. Without groups each key is its own. Whoever asks for a key must name the group it was put with.
 """
 
-import hashlib
 import heapq
 import ssl
 import time
@@ -24,6 +23,7 @@ from forebay.store.backend import Status
 from forebay.store.client.channel import ChannelError
 from forebay.store.client.one_master import OneMaster
 from forebay.store.client.prefetcher import PrefetchCounters, PrefetchOptions
+from forebay.store.rendezvous import place_of
 from forebay.store.wire import auth
 from forebay.store.wire.messages import HolderEntry, HolderTable, StoreStats, Tier
 from forebay.store.wire.tls import client_context
@@ -62,8 +62,10 @@ class StoreClient:
         allow_local: bool = True,
         prefetch: PrefetchOptions | None = None,
         tls: ssl.SSLContext | None = None,
+        patient: bool = True,
     ) -> None:
         self.timeout_s = timeout_s
+        self._patient = patient and len(masters) == 1
         self.masters = tuple(
             OneMaster(master, tenant, secret, timeout_s=timeout_s, allow_local=allow_local, prefetch=prefetch, tls=tls)
             for master in masters
@@ -81,12 +83,14 @@ class StoreClient:
         timeout_s: float = 5.0,
         allow_local: bool = True,
         prefetch: PrefetchOptions | None = None,
+        patient: bool = True,
     ) -> Self:
         """A client of ``forebay://HOST:PORT[,HOST:PORT...]``, or of ``forebay+tls://HOST:PORT[,...][?ca=FILE]`` for TLS wherever TCP
         is used.
 
         ``secret``: the tenant's, or the path of a secret file. ``timeout_s`` bounds each call. ``allow_local`` False: never map a
-        holder's memory, use TCP as from another machine. ``prefetch``: what probes with the hint do; nothing by default.
+        holder's memory, use TCP as from another machine. ``prefetch``: what probes with the hint do; nothing by default. ``patient``:
+        calls wait for a single master that is away, to the end of their time; of several none is ever waited for like that.
 
         Raises ``AddressError`` for a bad URL, ``TlsError`` for a bad ``ca``, and ``ConnectionError`` if no master answers there.
         """
@@ -101,6 +105,7 @@ class StoreClient:
             allow_local=allow_local,
             prefetch=prefetch,
             tls=client_context(where.ca) if where.tls else None,
+            patient=patient,
         )
         try:
             client._reach_one(timeout_s)
@@ -136,7 +141,7 @@ class StoreClient:
         return self._statuses(keys, groups, lambda master, some: master.put_from(_of(keys, some), _of(bufs, some), timeout_s=timeout_s))
 
     def remove(self, keys: Sequence[bytes], timeout_s: float | None = None, groups: Sequence[bytes] | None = None) -> list[Status]:
-        """OK once every replica's holder has logged the removal; TIMEOUT means that it may or may not have happened."""
+        """OK once every replica's holder has logged the removal. UNAVAILABLE: nothing was removed. TIMEOUT: it may have been."""
         return self._statuses(keys, groups, lambda master, some: master.remove(_of(keys, some), timeout_s))
 
     # ------------------------------------------------------------------------------------------ reading
@@ -144,7 +149,7 @@ class StoreClient:
     def get(self, key: bytes, timeout_s: float | None = None, group: bytes | None = None) -> bytes | None:
         """The whole object, or None."""
         master = self._master_of(key if group is None else group)
-        return master.get(key, timeout_s) if self._threads is None or master.is_up() else None
+        return master.get(key, timeout_s) if self._is_up(master) else None
 
     def get_into(
         self,
@@ -194,8 +199,8 @@ class StoreClient:
         """How many leading keys have every one of ``parts`` (or are there themselves, if there are no parts), all put with
         ``group``. ``prefetch`` as for ``exists``, for the keys that match."""
         if self._threads is None or group is not None:
-            master = self.masters[0] if self._threads is None else self._master_of(group or b"")
-            return master.match_prefix(keys, parts, prefetch, timeout_s) if self._threads is None or master.is_up() else 0
+            master = self._master_of(group or b"")
+            return master.match_prefix(keys, parts, prefetch, timeout_s) if self._is_up(master) else 0
         wholes = [key + part for key in keys for part in parts or (b"",)]
         found = self.exists(wholes, timeout_s=timeout_s)
         matched = (found.index(False) if False in found else len(found)) // max(1, len(parts))
@@ -248,11 +253,11 @@ class StoreClient:
             raise failures[0]
 
     def _master_of(self, group: bytes) -> OneMaster:
-        """The master with the highest weight for ``group``: the order in which masters are named does not matter."""
-        if len(self.masters) == 1:
-            return self.masters[0]
-        weights = [hashlib.blake2b(group, key=name[:64], digest_size=8).digest() for name in self._names]
-        return self.masters[weights.index(max(weights))]
+        return self.masters[place_of(self._names, group)]
+
+    def _is_up(self, master: OneMaster) -> bool:
+        """Whether a call goes out to ``master``; it always does if there is time to wait for it."""
+        return self._patient or master.is_up()
 
     def _divided(self, keys: Sequence[bytes], groups: Sequence[bytes] | None) -> _Work:
         """Which indices of ``keys`` are which master's."""
@@ -279,7 +284,7 @@ class StoreClient:
                 master.suspect()
             return statuses
 
-        return self._each(keys, groups, Status.UNAVAILABLE, watched if self._threads else call)
+        return self._each(keys, groups, Status.UNAVAILABLE, call if self._patient else watched)
 
     def _each(
         self, keys: Sequence[bytes], groups: Sequence[bytes] | None, absent: T, call: Callable[[OneMaster, "_Indices"], "_List[T]"]
@@ -288,7 +293,7 @@ class StoreClient:
         if self._threads is None:
             if groups is not None and len(groups) != len(keys):
                 raise ValueError(f"{len(keys)} keys and {len(groups)} groups")
-            return call(self.masters[0], range(len(keys)))
+            return call(self.masters[0], range(len(keys))) if self._is_up(self.masters[0]) else [absent] * len(keys)
         answers = [absent] * len(keys)
         under_way = [
             (some, self._threads.submit(lambda master, some: call(master, some) if master.is_up() else None, master, some))
@@ -300,7 +305,7 @@ class StoreClient:
         return answers
 
     def _up(self) -> "_List[OneMaster]":
-        return [master for master in self.masters if self._threads is None or master.is_up()]
+        return [master for master in self.masters if self._is_up(master)]
 
     def _ask_all(self, ask: Callable[[OneMaster], T]) -> "_List[T]":
         found: _List[T] = []

@@ -49,7 +49,8 @@ class Digger:
 def may_bury(state: State, object: Object) -> bool:
     """Whether every holder that may have ``object`` is there, or another one to keep the removal for it."""
     present = {holder.register.name for holder in state.holders.values() if holder.present}
-    absent = {replica.holder.register.name for replica in (*object.memory, *object.ssd) if not replica.holder.present}
+    known = [replica.holder for replica in object.memory] + [copy.holder for copy in object.ssd]
+    absent = {holder.register.name for holder in known if not holder.present}
     return all(present - {name} for name in absent | state.unheard.keys())
 
 
