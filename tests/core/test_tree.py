@@ -123,7 +123,7 @@ class TreeTwin(RuleBasedStateMachine):
 
 
 TestTreeTwin = TreeTwin.TestCase
-TestTreeTwin.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestTreeTwin.settings = settings(max_examples=150, stateful_step_count=40)
 
 
 def test_a_page_is_freed_exactly_once() -> None:

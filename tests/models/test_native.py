@@ -123,7 +123,7 @@ def works_of(spans: list[tuple[int, int, bool]], page: int) -> list[SequenceWork
     return works or [SequenceWork(1, 0, [3], sample=True)]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     config=MODELS,
     spans=SPANS,

@@ -91,7 +91,7 @@ def test_characters_come_out_whole(bytes_tokenizer, text):
 
 
 @given(ids=st.lists(st.integers(0, 49151), max_size=40), skip=st.booleans())
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 def test_the_demo_vocabulary(demo_tokenizer, ids, skip):
     assert "".join(stream(demo_tokenizer, ids, skip)) == demo_tokenizer.decode(ids, skip)
 

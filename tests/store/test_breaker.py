@@ -193,7 +193,7 @@ class BreakerTwin(RuleBasedStateMachine):
 
 
 TestBreakerTwin = BreakerTwin.TestCase
-TestBreakerTwin.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestBreakerTwin.settings = settings(max_examples=100, stateful_step_count=40)
 
 
 # ---------------------------------------------------------------------------------------------- around stores

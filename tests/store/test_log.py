@@ -431,7 +431,7 @@ class LogTwin(RuleBasedStateMachine):
 
 
 TestLogTwin = LogTwin.TestCase
-TestLogTwin.settings = settings(max_examples=25, stateful_step_count=40, deadline=None)
+TestLogTwin.settings = settings(max_examples=25, stateful_step_count=40)
 
 
 def test_records_whose_removal_waits_for_the_log_are_not_told_to_a_new_master() -> None:

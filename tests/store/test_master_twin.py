@@ -247,10 +247,10 @@ class MasterTwin(RuleBasedStateMachine):
 
 
 TestMasterTwin = MasterTwin.TestCase
-TestMasterTwin.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+TestMasterTwin.settings = settings(max_examples=80, stateful_step_count=40)
 
 
-HUNT = settings(max_examples=1000, stateful_step_count=40, deadline=None, derandomize=True, phases=[Phase.generate], database=None)
+HUNT = settings(max_examples=1000, stateful_step_count=40, derandomize=True, phases=[Phase.generate], database=None)
 
 
 @pytest.mark.slow

@@ -84,14 +84,14 @@ DECODERS = [
 ]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.binary(max_size=200), st.sampled_from(DECODERS))
 def test_any_bytes_are_a_message_or_a_frame_error(body: bytes, decode: BodyDecoder[object]) -> None:
     with contextlib.suppress(FrameError):
         decode(body)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.data())
 def test_any_damage_to_a_message_is_a_message_or_a_frame_error(data: st.DataObject) -> None:
     message, _ = data.draw(st.sampled_from(GOLDEN))
