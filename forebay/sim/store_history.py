@@ -573,9 +573,10 @@ class StoreHistory:
 
     def _check_throttle(self, holder: SimHolder) -> None:
         """Repeats are for keys that failed (after the cooldown) or whose time is over."""
+        cooldown_s = holder.promotions.throttle.cooldown_s
         for key, times in holder.asked.items():
             for earlier, later in pairwise(times):
-                assert later - earlier >= holder.throttle.cooldown_s or self.report.met["holder killed"], f"{key!r} is promoted again"
+                assert later - earlier >= cooldown_s or self.report.met["holder killed"], f"{key!r} is promoted again"
 
     def _end(self) -> None:
         """The last word: with all at rest a put of each key, and a get that finds it."""

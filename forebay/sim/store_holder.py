@@ -11,13 +11,13 @@ import struct
 from collections.abc import Callable
 
 from forebay.sim.heap import EventHeap
+from forebay.sim.promotions import Promotions
 from forebay.store.holder.memory import Entry, Memory
 from forebay.store.holder.node import not_being_buried
 from forebay.store.master.puts import room_token
-from forebay.store.throttle import PrefetchThrottle, State
 from forebay.store.wire.messages import (
     Allocated,
-    AllocStart,
+    Allotment,
     Beat,
     Buried,
     Bury,
@@ -32,12 +32,9 @@ from forebay.store.wire.messages import (
     Peers,
     Persisted,
     Prefetchable,
-    PrefetchCode,
     Promote,
-    PromotionDone,
     Register,
     Registered,
-    RegisterPrefetch,
     Retire,
     Serving,
 )
@@ -113,7 +110,7 @@ class SimHolder:
         self.alive = True
         self.segment = SimSegment(self.capacity)
         self.memory = Memory(self.segment)  # type: ignore[arg-type]
-        self.throttle = PrefetchThrottle()
+        self.promotions = Promotions(self.heap, self.send, self._promote)
         self._burying: list[Bury] = []
         self.lost_master()
 
@@ -123,9 +120,7 @@ class SimHolder:
         self.link = None
         self._held_back: list[HolderToMaster] | None = None
         self.token_key = b""
-        self._calls: dict[int, list[bytes]] = {}
-        self._allotting: dict[int, list[tuple[int, bytes]]] = {}
-        self._call = 0
+        self.promotions.forget_calls()
 
     # ------------------------------------------------------------------------------------------ the master's connection
 
@@ -170,11 +165,11 @@ class SimHolder:
             case Peers(names):
                 self.peers = sorted({*names, *self.peers} - {self.name})
             case Promote(task, _, key):
-                self._allot([(task, key)])
+                self.promotions.run([(task, key)])
             case Prefetchable():
-                self._registered(message)
+                self.promotions.registered(message)
             case Allocated():
-                self._allotted(message)
+                self.promotions.allotted(message)
 
     def _send_inventory(self) -> None:
         """In two pieces, so that something can come between them."""
@@ -283,47 +278,16 @@ class SimHolder:
         if not (self.alive and self.serving):
             return
         here = [key for key in keys if any(place[:2] == (tenant, key) for place in self.log)]
-        admitted = self.throttle.admit(here, self.heap.now)
-        if admitted:
-            self._call += 1
-            self._calls[self._call] = admitted
-            for key in admitted:
-                self.asked.setdefault(key, []).append(self.heap.now)
-            self.send(RegisterPrefetch(self._call, tenant, admitted, 5.0))
+        for key in self.promotions.prefetch(tenant, here, 5.0):
+            self.asked.setdefault(key, []).append(self.heap.now)
 
-    def _registered(self, answer: Prefetchable) -> None:
-        granted = []
-        for code, task, key in zip(answer.codes, answer.tasks, self._calls.pop(answer.call, []), strict=False):
-            state = State.ALREADY_RESIDENT if code == PrefetchCode.PROMOTION_ALREADY_EXISTS else State.FAILED
-            if code == PrefetchCode.OK:
-                granted.append((task, key))
-                state = State.IN_FLIGHT
-            self.throttle.move([key], state, self.heap.now)
-        if granted:
-            self._allot(granted)
-
-    def _allot(self, tasks: list[tuple[int, bytes]]) -> None:
-        self._call += 1
-        self._allotting[self._call] = tasks
-        self.send(AllocStart(self._call, [task for task, _ in tasks]))
-
-    def _allotted(self, answer: Allocated) -> None:
-        for (task, key), spot in zip(self._allotting.pop(answer.call, []), answer.allotments, strict=False):
-            if spot.code is not PrefetchCode.OK:
-                if spot.code is PrefetchCode.NO_AVAILABLE_HANDLE:
-                    self.throttle.open_cooldown(self.heap.now)
-                self.throttle.move([key], State.FAILED, self.heap.now)
-                continue
-            place = next((place for place in self.log if place[1:] == (key, spot.generation)), None)
-            if place is None or self.ssd_fails:
-                self._promoted(task, key, False)
-                continue
-            entry = Entry(place[0], key, spot.generation, spot.stamp, spot.offset, spot.length, crc=0)
-            self._fill(entry, self.log[place], self.read_s, lambda ok, task=task, key=key: self._promoted(task, key, ok))  # type: ignore[misc]
-
-    def _promoted(self, task: int, key: bytes, ok: bool) -> None:
-        self.send(PromotionDone(task, ok))
-        self.throttle.move([key], State.COMPLETED if ok else State.FAILED, self.heap.now)
+    def _promote(self, key: bytes, spot: Allotment, done: Callable[[bool], None]) -> None:
+        place = next((place for place in self.log if place[1:] == (key, spot.generation)), None)
+        if place is None or self.ssd_fails:
+            done(False)
+            return
+        entry = Entry(place[0], key, spot.generation, spot.stamp, spot.offset, spot.length, crc=0)
+        self._fill(entry, self.log[place], self.read_s, done)
 
     def _later(self, seconds: float, action: Callable[[], None]) -> None:
         """Not if the process has died meanwhile."""
