@@ -123,7 +123,12 @@ class Store(msgspec.Struct, frozen=True, kw_only=True):
     ssd_write_gb_s: Annotated[float, Dial("of one holder", "GB/s", 1e-6)] = 2.0
     ssd_latency_s: Annotated[float, Dial("of one read", "s", 0)] = 100e-6
     query_s: Annotated[float, Dial("which leading pages are there", "s", 0)] = 1e-3
-    promotion_on_hit: Annotated[bool, Dial("a page read from SSD is kept in DRAM")] = False
+    lease_s: Annotated[float, Dial("how long what a get was told stays where it is", "s", 0.1)] = 5.0
+    put_wait_s: Annotated[float, Dial("how long a put waits for room before it is refused", "s", 0)] = 2.0
+    promotion_on_hit: Annotated[bool, Dial("what is read from SSD again and again is copied to DRAM, if that has room")] = False
+    hit_threshold: Annotated[int, Dial("reads that make again and again", "reads", 1, 1000)] = 2
+    ssd_prefetch: Annotated[bool, Dial("what a query with the hint found on SSD is copied to DRAM (prefetch on exist)")] = False
+    prefetch_share: Annotated[float, Dial("of DRAM for what was prefetched and not read yet", "", 0, 1)] = 0.2
     high_watermark: Annotated[float, Dial("eviction from DRAM begins at this share", "", 0.01, 1)] = 0.90
     low_watermark: Annotated[float, Dial("and ends at this one", "", 0, 1)] = 0.85
 

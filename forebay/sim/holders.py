@@ -1,161 +1,123 @@
-"""The store as a performance model: holders with DRAM and SSD behind one NIC each.
+"""One machine of the store as a performance model: its NIC and its SSD are queues, its master is the one that ships.
 
-A page is one record, complete once every stage has written its part. Records go to holders by their hash, leave DRAM least recently
-used first between two watermarks (with an SSD: only those written there already), and leave the SSD oldest first. A put that finds no
-space fails. Leases, masters and their messages cost nothing here, and nothing is lost.
+    bytes of a put ──> nic_in ──> (DRAM: the master's books) ──> ssd_write ──> DiskLog ──Persisted──> master
+    a get          <── nic_out <── DRAM, or ssd_read                            Promote, Allocated <── master
+
+What lies in DRAM, and what leaves it, only the master knows. A record is read once however many want it at the time.
 """
 
 import random
-from collections import OrderedDict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 
-from forebay.sim.cluster import Cluster, Store
+from forebay.sim.cluster import Cluster
 from forebay.sim.devices import Link
+from forebay.sim.disk_log import DiskLog, Record
+from forebay.sim.heap import EventHeap
+from forebay.sim.promotions import Done, Promotions
+from forebay.store.wire.messages import (
+    Allocated,
+    Allotment,
+    Dropped,
+    HeldSsd,
+    HolderToMaster,
+    Inventory,
+    MasterToHolder,
+    Persisted,
+    Prefetchable,
+    Promote,
+    Register,
+)
 
-MAX_PASSED_OVER = 256  # pages on their way to the SSD that one search for space looks past
-
-
-@dataclass(slots=True)
-class Record:
-    """``stages``: bit k is set once stage k's part is there. ``durable_at``: when all of it is on the SSD (-1: never)."""
-
-    stages: int = 0
-    size: int = 0
-    in_dram: bool = True
-    durable_at: float = -1.0
+TENANT = "default"
+HEARD = (Promote, Prefetchable, Allocated)  # the rest of a master's words is about bytes
 
 
 class Holder:
-    """One machine's DRAM and SSD. ``dram`` and ``ssd`` hold page hashes, least recently used (SSD: oldest) first."""
+    """``tell`` reaches its master after the time of one message."""
 
-    def __init__(self, store: Store, latency_s: float, jitter: float, randomness: random.Random) -> None:
-        self.nic_in = Link(store.nic_gb_s, latency_s, jitter, randomness)
-        self.nic_out = Link(store.nic_gb_s, latency_s, jitter, randomness)
-        self.ssd_read = Link(store.ssd_read_gb_s, store.ssd_latency_s, jitter, randomness)
-        self.ssd_write = Link(store.ssd_write_gb_s, 0.0, jitter, randomness)
-        self.dram: OrderedDict[bytes, None] = OrderedDict()
-        self.ssd: OrderedDict[bytes, None] = OrderedDict()
-        self.dram_bytes = 0
-        self.ssd_bytes = 0
+    def __init__(self, name: str, cluster: Cluster, heap: EventHeap, randomness: random.Random, tell: Callable[[HolderToMaster], None]):
+        store, network = cluster.store, cluster.network
+        self.name = name
+        self.nic_in = Link(store.nic_gb_s, network.latency_s, network.jitter, randomness)
+        self.nic_out = Link(store.nic_gb_s, network.latency_s, network.jitter, randomness)
+        self.ssd_read = Link(store.ssd_read_gb_s, store.ssd_latency_s, network.jitter, randomness)
+        self.ssd_write = Link(store.ssd_write_gb_s, 0.0, network.jitter, randomness)
+        self.log = DiskLog(store.ssd)
+        self._store, self._heap, self._tell = store, heap, tell
+        self._promotions = Promotions(heap, tell, self._promote)
+        self._under_way: dict[bytes, float] = {}  # reads of the log -> when they are done
 
+    def introduction(self) -> tuple[Register, Inventory]:
+        """A new holder with nothing in it."""
+        register = Register(self.name, "1", self.name, 1, "", self.name, self._store.dram, self._store.ssd, 0, [])
+        return register, Inventory(0, [], [], [], True)
 
-class HolderModel:
-    """All holders. ``part_bytes``: what one stage stores of a page; ``read_bytes``: what its ranks read of it together."""
+    def hear(self, message: MasterToHolder) -> None:
+        match message:
+            case Promote(task, _, key):
+                self._promotions.run([(task, key)])
+            case Prefetchable():
+                self._promotions.registered(message)
+            case Allocated():
+                self._promotions.allotted(message)
 
-    def __init__(self, cluster: Cluster, randomness: random.Random) -> None:
-        self._store = cluster.store
-        self._stages = cluster.engine.pp
-        self._all = (1 << cluster.engine.pp) - 1
-        self.part_bytes = cluster.block_bytes * cluster.writers
-        self.read_bytes = cluster.block_bytes * cluster.engine.tp
-        network = cluster.network
-        self.holders = [Holder(cluster.store, network.latency_s, network.jitter, randomness) for _ in range(cluster.store.holders)]
-        self._records: dict[bytes, Record] = {}
-        self._high = int(cluster.store.dram * cluster.store.high_watermark)
-        self._low = int(cluster.store.dram * cluster.store.low_watermark)
-        self.evicted_pages = 0
-        self.refused_pages = 0
-        self.read_from = {"dram": 0, "ssd": 0}
+    def prefetch(self, keys: list[bytes], hint_s: float) -> None:
+        """A client's word that these keys will be read soon."""
+        self._promotions.prefetch(TENANT, [key for key in keys if key in self.log], hint_s)
 
-    def fill(self, hashes: Sequence[bytes]) -> None:
-        """These pages are there from the start, as if they had been stored long ago."""
-        for hash in hashes:
-            for stage in range(self._stages):
-                self.put(hash, stage, 0.0)
-            record = self._records.get(hash)
-            if record is not None and record.durable_at > 0:
-                record.durable_at = 0.0
-        for holder in self.holders:
-            holder.ssd_write.reset()
+    # ------------------------------------------------------------------------------------------ writing
 
-    def match(self, hashes: Sequence[bytes]) -> int:
-        """Leading pages that are complete; they count as used."""
-        count = 0
-        for hash in hashes:
-            record = self._records.get(hash)
-            if record is None or record.stages != self._all:
-                break
-            if record.in_dram:
-                self.where(hash).dram.move_to_end(hash)
-            count += 1
-        return count
-
-    def read(self, hash: bytes, stage: int, now: float) -> float | None:
-        """When the stage's part has left its holder, if it is there."""
-        record = self._records.get(hash)
-        if record is None or not record.stages >> stage & 1:
-            return None
-        holder = self.where(hash)
-        ready = now
-        if record.in_dram:
-            holder.dram.move_to_end(hash)
-            self.read_from["dram"] += self.read_bytes
-        else:
-            ready = holder.ssd_read.move(now, self.part_bytes)
-            self.read_from["ssd"] += self.read_bytes
-            if self._store.promotion_on_hit and stage == self._stages - 1 and self._make_room(holder, record.size, ready):
-                record.in_dram = True
-                holder.dram[hash] = None
-                holder.dram_bytes += record.size
-        return max(holder.nic_out.move(now, self.read_bytes), ready)
-
-    def put(self, hash: bytes, stage: int, now: float) -> bool:
-        """The stage's part has arrived at its holder; False if there is no space for it."""
-        record = self._records.get(hash)
-        if record is None:
-            record = Record()
-        elif record.stages >> stage & 1:
-            return True
-        holder = self.where(hash)
-        if record.stages:
-            holder.dram.move_to_end(hash)
-        if not self._make_room(holder, self.part_bytes, now) or not record.in_dram:
-            self.refused_pages += 1
-            return False
-        self._records[hash] = record
-        record.stages |= 1 << stage
-        record.size += self.part_bytes
-        holder.dram[hash] = None
-        holder.dram_bytes += self.part_bytes
-        if record.stages == self._all:
-            self._write_to_ssd(holder, hash, record, now)
-        return True
-
-    def where(self, hash: bytes) -> Holder:
-        return self.holders[hash[0] % len(self.holders)]
-
-    def _write_to_ssd(self, holder: Holder, hash: bytes, record: Record, now: float) -> None:
-        """A complete page goes to the SSD once, over the oldest ones there."""
-        if record.size > self._store.ssd:
+    def written(self, key: bytes, generation: int, length: int) -> None:
+        """A put's bytes are in DRAM: they go to the log as soon as that gets to them."""
+        record = Record(key, generation, length)
+        if self.log.capacity < record.size:
+            if self.log.capacity:
+                self._tell(Dropped([_held(record)]))  # it never will be there
             return
-        while holder.ssd_bytes + record.size > self._store.ssd:
-            oldest, _ = holder.ssd.popitem(last=False)
-            dropped = self._records[oldest]
-            holder.ssd_bytes -= dropped.size
-            dropped.durable_at = -1.0
-            if not dropped.in_dram:
-                del self._records[oldest]
-        holder.ssd[hash] = None
-        holder.ssd_bytes += record.size
-        record.durable_at = holder.ssd_write.move(now, record.size)
+        self._heap.at(self.ssd_write.move(self._heap.now, record.size), lambda: self._logged(record))
 
-    def _make_room(self, holder: Holder, size: int, now: float) -> bool:
-        """Whether ``size`` bytes fit into DRAM, after eviction down to the low watermark if that is needed."""
-        if holder.dram_bytes + size <= self._high:
-            return True
-        passed_over = 0
-        for hash in list(holder.dram):
-            if holder.dram_bytes + size <= self._low or passed_over == MAX_PASSED_OVER:
-                break
-            record = self._records[hash]
-            if record.durable_at > now:
-                passed_over += 1
-                continue  # it is on its way to the SSD; before that it may not go
-            del holder.dram[hash]
-            holder.dram_bytes -= record.size
-            record.in_dram = False
-            self.evicted_pages += 1
-            if record.durable_at < 0:
-                del self._records[hash]
-        return holder.dram_bytes + size <= self._store.dram
+    def log_at_once(self, key: bytes, generation: int, length: int) -> list[Dropped | Persisted]:
+        """As if it had been written long ago. What the holder says of it, and of what was lost for it."""
+        record = Record(key, generation, length)
+        if self.log.capacity < record.size:
+            return [Dropped([_held(record)])]
+        lost, _ = self.log.add(record)
+        return [Dropped([_held(each) for each in lost]), Persisted([_held(record)])]
+
+    def _logged(self, record: Record) -> None:
+        lost, moved = self.log.add(record)
+        if moved:
+            self.ssd_read.move(self._heap.now, moved)
+            self.ssd_write.move(self._heap.now, moved)
+        if lost:
+            self._tell(Dropped([_held(each) for each in lost]))
+        self._tell(Persisted([_held(record)]))
+
+    # ------------------------------------------------------------------------------------------ reading
+
+    def read_log(self, key: bytes, generation: int) -> float | None:
+        """When the whole record has been read, if it is there."""
+        record = self.log.read(key, generation)
+        if record is None:
+            return None
+        now = self._heap.now
+        done_at = self._under_way.get(key, 0.0)
+        if done_at <= now:
+            done_at = self._under_way[key] = self.ssd_read.move(now, record.size)
+            self._heap.at(done_at, lambda: self._read(key, done_at))
+        return done_at
+
+    def _read(self, key: bytes, done_at: float) -> None:
+        if self._under_way.get(key) == done_at:
+            del self._under_way[key]
+
+    def _promote(self, key: bytes, spot: Allotment, done: Done) -> None:
+        at = self.read_log(key, spot.generation)
+        if at is None:
+            done(False)
+        else:
+            self._heap.at(at, lambda: done(True))
+
+
+def _held(record: Record) -> HeldSsd:
+    return HeldSsd(TENANT, record.key, record.generation, record.length)

@@ -2,7 +2,7 @@
 
     arrivals ──> Replay ──Submit──> planner.step ──plans, orders──> StageGrid ──acknowledgements──> planner ...
                     ^                    │ queries                      │ reads, writes
-                    '──── outputs ───────┴───────> HolderModel <────────'
+                    '──── outputs ───────┴───────> StoreModel <─────────'
 
 One event heap serves all replicas and the store that they share. One seed is one history.
 """
@@ -20,9 +20,9 @@ from forebay.core.tickets import Query, QueryDone
 from forebay.settings import FetchRoute
 from forebay.sim.cluster import Cluster
 from forebay.sim.heap import EventHeap
-from forebay.sim.holders import HolderModel
 from forebay.sim.measures import Measures
 from forebay.sim.stages import Acknowledgement, Pass, StageGrid
+from forebay.sim.store_model import StoreModel
 
 TICK_S = 0.5  # as the real event loop turns at least
 NEVER_TOKENS = 1 << 62
@@ -147,7 +147,7 @@ class Replay:
         self.cluster, self.options = cluster, options
         self.randomness = random.Random(options.seed)
         self.heap = EventHeap()
-        self.store = HolderModel(cluster, self.randomness)
+        self.store = StoreModel(cluster, self.heap, self.randomness)
         self.store.fill(options.stored)
         self.measures = Measures(options.window, options.journal)
         self.touched: set[int] = set()

@@ -33,7 +33,7 @@ from forebay.core.messages import (
 from forebay.sim.cluster import Cluster, StagedLook
 from forebay.sim.devices import Link
 from forebay.sim.heap import EventHeap
-from forebay.sim.holders import HolderModel
+from forebay.sim.store_model import Read, StoreModel
 
 # As runtime.page_io reads and writes: tickets at a time, and bytes of a batch.
 FETCH_THREADS = 2
@@ -84,7 +84,7 @@ class Stage:
         self.cancelled: set[int] = set()
         self.returned: set[int] = set()  # staged fetches that all stages behind have answered
         self.read: dict[int, tuple[StagedTicket, int]] = {}  # staged fetches whose reads are done, and pages
-        self.store_free_at = 0.0
+        self.stores: deque[Store] = deque()  # the first is under way
 
 
 class StageGrid:
@@ -100,7 +100,7 @@ class StageGrid:
         folded: bool,
         heap: EventHeap,
         randomness: random.Random,
-        store: HolderModel,
+        store: StoreModel,
         tell: Tell,
         watcher: Watcher,
     ) -> None:
@@ -253,7 +253,12 @@ class StageGrid:
         first = stage.index * self._acks
         taken = [StagedTaken(ticket.epoch, first + rank, ticket.transfer) for rank in range(self._acks)]
         self._say_on_fetch_channel(stage, taken)
-        self._heap.after(self._cluster.store.query_s, lambda: self._queue(stage, ticket))
+        self._heap.after(self._cluster.store.query_s, lambda: self._asked(stage, ticket))
+
+    def _asked(self, stage: Stage, ticket: StagedTicket) -> None:
+        """The store's answer. The stage asked with the hint, since its reads may have to wait for their turn."""
+        self._store.hint([page.hash for page in ticket.pages], stage.index)
+        self._queue(stage, ticket)
 
     def _answer(self, stage: Stage, transfer: int) -> None:
         """The final word, once the reads are done and the stages behind have answered."""
@@ -279,26 +284,23 @@ class StageGrid:
         if done == len(ticket.pages) or ticket.transfer in stage.cancelled:
             self._end_ticket(stage, ticket, done)
             return
-        read, at = self.read(stage, [page.hash for page in ticket.pages[done : done + self._batch]], self._heap.now)
-        if read < min(self._batch, len(ticket.pages) - done):
-            self._heap.at(at, lambda: self._end_ticket(stage, ticket, done + read))
-        else:
-            self._heap.at(at, lambda: self._batch_done(stage, ticket, done + read))
+        wanted = [page.hash for page in ticket.pages[done : done + self._batch]]
+        read = self.read(stage, wanted)
+        self._heap.at(read.at, lambda: self._batch_done(stage, ticket, done, len(wanted), read))
 
-    def read(self, stage: Stage, hashes: Sequence[bytes], now: float) -> tuple[int, float]:
-        """How many of the pages came, from the front, and when the stage's ranks had them: holders and NICs stream together."""
-        at, read = now, 0
-        for hash in hashes:
-            left = self._store.read(hash, stage.index, now)
-            if left is None:
-                break
-            at = max(at, left)
-            read += 1
-        if read:
-            at = max(at, stage.nic_in.move(now, read * self._block_bytes))
-        return read, at
+    def read(self, stage: Stage, hashes: Sequence[bytes]) -> Read:
+        """Those of the pages that are there, from the front, and when the stage's ranks have them: holders and NICs stream together."""
+        read = self._store.get(hashes, stage.index)
+        if read.keys:
+            read.at = max(read.at, stage.nic_in.move(self._heap.now, len(read.keys) * self._block_bytes))
+        return read
 
-    def _batch_done(self, stage: Stage, ticket: Ticket | StagedTicket, done: int) -> None:
+    def _batch_done(self, stage: Stage, ticket: Ticket | StagedTicket, done: int, wanted: int, read: Read) -> None:
+        good = self._store.good(read)
+        done += good
+        if good < wanted:
+            self._end_ticket(stage, ticket, done)
+            return
         if done < len(ticket.pages) and isinstance(ticket, Ticket):
             self._report(stage, ticket, done, False)
         self._fetch(stage, ticket, done)
@@ -326,20 +328,21 @@ class StageGrid:
 
     def _put(self, stage: Stage, order: Store) -> None:
         """One order after another on the stage's store thread; its pages are at their holders when it ends."""
-        begin = max(self._heap.now, stage.store_free_at)
-        writers = self._cluster.writers
-        at = stage.nic_out.move(begin, len(order.pages) * self._block_bytes)
-        for page in order.pages:
-            at = max(at, self._store.where(page.hash).nic_in.move(begin, writers * self._block_bytes))
-        stage.store_free_at = at
-        self._heap.at(at, lambda: self._put_done(stage, order))
+        stage.stores.append(order)
+        if len(stage.stores) == 1:
+            self._next_store(stage)
 
-    def _put_done(self, stage: Stage, order: Store) -> None:
-        now = self._heap.now
-        stored = bytes(self._store.put(page.hash, stage.index, now) for page in order.pages)
+    def _next_store(self, stage: Stage) -> None:
+        order = stage.stores[0]
+        self._store.put([page.hash for page in order.pages], stage.index, stage.nic_out, lambda stored: self._put_done(stage, stored))
+
+    def _put_done(self, stage: Stage, stored: bytes) -> None:
+        order = stage.stores.popleft()
         first = stage.index * self._acks
         done = [StoreDone(order.epoch, first + rank, order.transfer, stored) for rank in range(self._acks)]
-        self._heap.at(now + self._control_s(), lambda: self._tell(done))
+        self._heap.after(self._control_s(), lambda: self._tell(done))
+        if stage.stores:
+            self._heap.after(0.0, lambda: self._next_store(stage))
 
 
 def forward_s(cluster: Cluster, plan: Plan) -> tuple[float, int, int]:

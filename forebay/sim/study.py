@@ -117,7 +117,9 @@ def outcome(run: Run, replay: Replay, wall_s: float) -> dict[str, Any]:
         "store": {
             "stored_pages": sum(snapshot.stored_pages for snapshot in snapshots),
             "not_stored_pages": sum(snapshot.store_failures for snapshot in snapshots),
-            "evicted_pages": replay.store.evicted_pages,
+            "evicted_parts": replay.store.counters.get("evicted", 0),
+            "expired_reads": replay.store.expired,
+            "master": dict(replay.store.counters),
         },
         "utilisation": [
             [round(stage.busy_s / seconds, 4) for stage in replica.grid.stages] for replica in replay.replicas

@@ -201,3 +201,13 @@ def test_what_is_there_from_the_start_lies_on_the_ssd_too() -> None:
     world = World(pages=2, store__ssd="1GiB")
     world.model.fill([b"a", b"b", b"c"])
     assert world.there(b"a", b"b", b"c") == [1, 1, 1] and world.from_ssd(b"a") and not world.from_ssd(b"c")
+
+
+def test_what_the_log_has_no_room_for_at_the_start_is_not_there() -> None:
+    world = World(**{"store__dram": "17MiB", "store__ssd": "64MiB", "model__kv_bytes_per_token": str(64 * 4096)})
+    pages = [b"%d" % number for number in range(6)]
+    world.model.fill(pages)
+    found = world.there(*pages)
+    assert found[-1] == 1 and 0 in found
+    for page, there in zip(pages, found, strict=True):
+        assert not there or world.read(page) is not None
