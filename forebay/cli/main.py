@@ -235,6 +235,26 @@ def bench_ttft(
     raise typer.Exit(run_bench_ttft(asked, settings, config))
 
 
+@bench.command("tiers")
+@takes_settings
+def bench_tiers(
+    settings: dict[str, Any],
+    model: Model,
+    config: ConfigFile = None,
+    parts: Annotated[str, typer.Option(help="what to measure: hits from every tier, cost without hits, copies")] = "hits,cost,copies",
+    tokens: Annotated[int, typer.Option(min=1, help="of the prompt that is hit, in full pages")] = 2048,
+    repeat: Annotated[int, typer.Option(min=1, help="rounds in which tiers and copies take turns")] = 30,
+    json: Json = False,
+) -> None:
+    """Measure hits from every tier, what the tiers cost when they do not help, and the rate of copies beside memcpy.
+
+    Settings of `serve` are taken too; the defaults here: --pp 2, --threads-per-rank 1, --fetch-policy wait.
+    """
+    from forebay.cli.bench_tiers import run_bench_tiers
+
+    run_bench_tiers(model, settings, config, parts, tokens, repeat, json)
+
+
 @bench.command("planner")
 def bench_planner(json: Json = False) -> None:
     """CPU time of a planner step at 1K to 16K of context, and of matching a long prompt."""

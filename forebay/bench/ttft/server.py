@@ -12,6 +12,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -41,14 +42,23 @@ class ArmServer:
 
     def drain(self) -> None:
         """Until nothing runs and everything computed has reached the store. Raises ``TtftError`` if that takes too long."""
-        deadline = time.monotonic() + DRAIN_S
-        while self.client.get("/cache")["tiers"]["store"]["writing"]:
-            if time.monotonic() > deadline:
-                raise TtftError(f"{self.arm.name}: pages have been on their way to the store for more than {DRAIN_S:.0f} s")
-            time.sleep(LOOK_S)
+        drain(self.client, self.arm.name)
 
     def flush(self, tiers: Sequence[str]) -> None:
-        self.client.post("/cache/flush", {"tiers": list(tiers), "timeout_s": FLUSH_S})
+        flush(self.client, tiers)
+
+
+def drain(client: Client, name: str) -> None:
+    """Until everything that the server has computed has reached its store. Raises ``TtftError`` if that takes too long."""
+    deadline = time.monotonic() + DRAIN_S
+    while client.get("/cache")["tiers"]["store"]["writing"]:
+        if time.monotonic() > deadline:
+            raise TtftError(f"{name}: pages have been on their way to the store for more than {DRAIN_S:.0f} s")
+        time.sleep(LOOK_S)
+
+
+def flush(client: Client, tiers: Sequence[str]) -> None:
+    client.post("/cache/flush", {"tiers": list(tiers), "timeout_s": FLUSH_S})
 
 
 @contextlib.contextmanager
@@ -64,8 +74,8 @@ def servers(experiment: Experiment, directory: Path, sizes: dict[str, int]) -> I
             place = directory / f"arm-{number}"
             place.mkdir()
             settings = arm_settings(experiment.settings, arm, place, sizes)
-            url = stack.enter_context(_running(experiment.model, settings))
-            started.append(ArmServer(arm, Client(url, MODEL_NAME, experiment.shape.output_len), place / "timeline"))
+            server = stack.enter_context(running(experiment.model, settings))
+            started.append(ArmServer(arm, Client(server.url, MODEL_NAME, experiment.shape.output_len), place / "timeline"))
         yield started
 
 
@@ -90,9 +100,17 @@ def arm_settings(common: Settings, arm: Arm, place: Path, sizes: dict[str, int])
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Running:
+    """A server that is ready. ``pid``: of its frontend, which all its other processes descend from."""
+
+    url: str
+    pid: int
+
+
 @contextlib.contextmanager
-def _running(model: str, settings: Settings) -> Iterator[str]:
-    """The URL of a ready server."""
+def running(model: str, settings: Settings) -> Iterator[Running]:
+    """A server for as long as the block lasts. Raises ``TtftError`` with its own words if it does not come up."""
     with tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", "forebay.bench.ttft.server_process"],
@@ -106,7 +124,7 @@ def _running(model: str, settings: Settings) -> Iterator[str]:
             with contextlib.suppress(BrokenPipeError):
                 process.stdin.write(frame_boot(ServerBoot(model, settings, os.getpid())))
                 process.stdin.flush()
-            yield _wait_ready(process, errors)
+            yield Running(_wait_ready(process, errors), process.pid)
         finally:
             _end(process)
 

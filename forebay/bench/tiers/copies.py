@@ -1,0 +1,175 @@
+"""Rates of the copies of one rank, each beside memcpy of the same pieces in the same order, in turn.
+
+    LOAD      host pages -> device pages, by the copy engine: layer by layer, keys then values, page by page
+    BACKUP    device pages -> host pages, by the copy engine
+    FETCH     the store's memory -> host pages, by the page reader, whole pages
+    STORE     host pages -> the store's memory; it has no floor, since it is also checksummed and logged
+
+Pages are at random places of their pools. Fetches have a private store's holder on the other end.
+"""
+
+import ctypes
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from forebay.bench.ttft.plan import TtftError
+from forebay.core.digest import ZERO
+from forebay.core.messages import Backup, Copy, PageKey, Plan
+from forebay.models.config import ModelConfig
+from forebay.models.kv import KVPool
+from forebay.models.kv_format import kv_format
+from forebay.models.shard import shards
+from forebay.observe.events import SpanRing
+from forebay.observe.figures import Meter
+from forebay.runtime.copy_engine import CopyEngine
+from forebay.runtime.host_pool import HostPool
+from forebay.runtime.layouts import Layout, Manifest
+from forebay.runtime.page_reader import PageReader
+from forebay.settings import DType, KvDType, Settings
+from forebay.store.backend import PutItem, Status
+from forebay.store.backends.embedded import EmbeddedStore
+
+PAGES = 64
+POOL_PAGES = 2 * PAGES
+TIMEOUT_S = 30.0
+
+Spans = list[tuple[int, int, int]]
+"""(target address, source address, bytes), in the order in which they are copied."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """``run``: the copy; ``floor``: the same bytes by memcpy, None where there is none."""
+
+    name: str
+    run: Callable[[], None]
+    floor: Spans | None
+
+
+class _Rank:
+    """Pools and threads of the first rank, and a store with its pages. ``stored``: as many bytes in ordinary memory."""
+
+    def __init__(self, config: ModelConfig, settings: Settings, directory: Path) -> None:
+        dtype = getattr(torch, config.dtype if settings.dtype is DType.AUTO else settings.dtype.value)
+        form = kv_format(settings.kv_dtype.value if settings.kv_dtype is not KvDType.AUTO else "auto", dtype)
+        shard = shards(config, settings.pp, settings.tp)[0][0]
+        self.device = KVPool(config, shard, POOL_PAGES, settings.page_size, dtype, torch.device("cpu"), form)
+        self.host = HostPool(self.device, POOL_PAGES)
+        self.saved = threading.Event()
+        self.engine = CopyEngine(self.device, self.host, SpanRing("bench"), Meter(), lambda transfer, pages: self.saved.set())
+        block = self.device.block
+        self.store = EmbeddedStore(directory / "copies", dram=6 * PAGES * block.size, ssd=16 * PAGES * block.size)
+        own = Layout.of(config, settings.pp, settings.tp)
+        manifest = Manifest(self.store, b"bench tiers", own)
+        self.part = manifest.name(block.part)
+        self.reader = PageReader(self.store, self.host, block, own, manifest)
+        self.stored = torch.empty((PAGES, block.size), dtype=torch.uint8).fill_(1)
+        self._touch()
+
+    def close(self) -> None:
+        self.engine.stop()
+        self.store.close()
+
+    def _touch(self) -> None:
+        """Every page is there before anything is measured."""
+        for layer in range(self.device.layers):
+            for piece in self.device.pieces(layer) + self.host.pieces(layer):
+                piece.view(torch.uint8).fill_(1)
+
+    def pieces(self, copies: Sequence[Copy], to_device: bool) -> Spans:
+        found = []
+        for layer in range(self.device.layers):
+            for above, below in zip(self.device.pieces(layer), self.host.pieces(layer), strict=True):
+                size = above[0].numel() * above.element_size()
+                for copy in copies:
+                    ends = above[copy.device].data_ptr(), below[copy.host].data_ptr()
+                    target, source = ends if to_device else ends[::-1]
+                    found.append((target, source, size))
+        return found
+
+
+def measure(config: ModelConfig, settings: Settings, rounds: int, directory: Path, say: Callable[[str], None]) -> list[dict[str, Any]]:
+    """One row a kind of copy: GB/s of the engine and of memcpy, a value a round. Raises ``TtftError``."""
+    rank = _Rank(config, settings, directory)
+    try:
+        return _measure(rank, rounds, say)
+    finally:
+        rank.close()
+
+
+def _measure(rank: _Rank, rounds: int, say: Callable[[str], None]) -> list[dict[str, Any]]:
+    size = PAGES * rank.host.block_bytes
+    rates: dict[str, tuple[list[float], list[float]]] = {}
+    for number in range(rounds):
+        say(f"copies: round {number + 1} of {rounds}")
+        for work in _works(rank, random.Random(f"copies/{number}"), number):
+            own, floor = rates.setdefault(work.name, ([], []))
+            own.append(size / _seconds(work.run) / 1e9)
+            if work.floor is not None:
+                floor.append(size / _memcpy_s(work.floor) / 1e9)
+    return [{"copy": name, "gb_s": own, "memcpy_gb_s": floor, "pages": PAGES} for name, (own, floor) in rates.items()]
+
+
+def _works(rank: _Rank, dice: random.Random, number: int) -> list[Work]:
+    def pages() -> list[int]:
+        return dice.sample(range(POOL_PAGES), PAGES)
+
+    copies = tuple(Copy(device, host) for device, host in zip(pages(), pages(), strict=True))
+    keys = [PageKey(host, number.to_bytes(4, "little") + index.to_bytes(28, "little")) for index, host in enumerate(pages())]
+
+    def load() -> None:
+        gate = rank.engine.load(Plan(1, number, (), (), (), ZERO, loads=copies))
+        assert gate is not None
+        gate.wait(rank.device.layers - 1)
+
+    def back_up() -> None:
+        rank.saved.clear()
+        rank.engine.back_up(Backup(number, copies))
+        rank.saved.wait(TIMEOUT_S)
+
+    def store() -> None:
+        items = [PutItem(key.hash + rank.part, rank.host.block(key.host)) for key in keys]
+        if any(status is not Status.OK for status in rank.store.put_from(items, TIMEOUT_S)):
+            raise TtftError("the store did not take every page")
+
+    def fetch() -> None:
+        if rank.reader.read(keys, TIMEOUT_S) != len(keys):
+            raise TtftError("the store did not give every page back")
+
+    blocks = torch.frombuffer(rank.host.block(0), dtype=torch.uint8).data_ptr()
+    size = rank.host.block_bytes
+    whole = [(blocks + key.host * size, rank.stored[index].data_ptr(), size) for index, key in enumerate(keys)]
+    return [
+        Work("load", load, rank.pieces(copies, to_device=True)),
+        Work("backup", back_up, rank.pieces(copies, to_device=False)),
+        Work("store", store, None),
+        Work("fetch", fetch, whole),
+    ]
+
+
+def _memcpy_s(spans: Spans) -> float:
+    """Seconds of the bytes alone: what as many calls for no bytes take is subtracted."""
+    move = ctypes.memmove
+
+    def whole() -> None:
+        for target, source, size in spans:
+            move(target, source, size)
+
+    def empty() -> None:
+        for target, source, _ in spans:
+            move(target, source, 0)
+
+    return _seconds(whole) - _seconds(empty)
+
+
+def _seconds(work: Callable[[], None]) -> float:
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
