@@ -118,6 +118,7 @@ class Injector:
                 self._for_a_while(fault.seconds, lambda on: setattr(rank, "silent", on))
             case FaultKind.PAUSED_RANK if fault.seconds >= FOR_GOOD_S:
                 grid.stop(number)
+                history.heap.after(FOR_GOOD_S, lambda: None)  # no history ends before its silence has been noticed
             case FaultKind.PAUSED_RANK:
                 self._for_a_while(fault.seconds, lambda on: grid.stop(number) if on else grid.resume(number))
             case FaultKind.FAILED_ALLOCATION:

@@ -35,6 +35,10 @@ def test_a_large_campaign_meets_every_reachable_cell() -> None:
     assert not run_campaign(0, 2 * ENOUGH_HISTORIES, preset=Preset.STORM).never
 
 
+def test_a_rank_that_is_stopped_at_the_very_end_is_noticed_before_the_history_is_over() -> None:
+    run_seed(107121, Preset.STORM, (4, 2))  # it owes the word that would free a page
+
+
 def test_what_was_not_met_is_said_and_what_cannot_be_met_is_not() -> None:
     met: Counter[Cell] = Counter(dict.fromkeys(coverage.CELLS, 1))
     for cell in coverage.UNREACHABLE:
