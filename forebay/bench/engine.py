@@ -1,19 +1,21 @@
 """`forebay bench engine MODEL`: the whole engine, from prompt to token, beside a peer and the machine's floors in the same run.
 
-Rounds are interleaved: in each, every figure is taken once from Forebay and once from the peer, on the same weights, dtype and
-number of threads; the median over rounds is reported. Prompts are random token ids, fresh for each cold figure, so nothing is
-cached by chance.
+Rounds are interleaved: in each, every figure is taken once from Forebay and once from the peer on the same weights, the peer first
+in every other round; the median over rounds is reported. A peer is a library, with as many threads and the same dtype, or another
+Forebay with settings of its own, which lives beside (an idle one sleeps). Prompts are random token ids, fresh for each cold figure,
+so nothing is cached by chance.
 
     cold_ttft    one prompt that nothing has seen: until its first token, ms
-    hit_ttft     the same prompt again; the peer's figure is its *cold* one, since it keeps nothing between calls
+    hit_ttft     the same prompt again; a library's figure is its *cold* one, since it keeps nothing between calls
     decode       ms a token for ``batch`` sequences at a context of 512, prefill not counted
     throughput   ``batch`` prompts at once, ``tokens`` in (and 64 out where batch is 4): tokens in (or out) a second
 """
 
+import contextlib
 import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
@@ -21,7 +23,7 @@ import torch
 
 from forebay.core.sampling import SamplingParams
 from forebay.frontend.llm import LLM
-from forebay.models.config import load_config
+from forebay.models.config import ModelConfig, load_config
 from forebay.models.resolve import ResolvedModel, resolve_model
 from forebay.settings import DType, Settings
 
@@ -50,8 +52,20 @@ class Engine(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Peer:
+    """``settings``: of another Forebay; None: the library of that name."""
+
+    name: str
+    settings: Settings | None = None
+
+    @property
+    def keeps_pages(self) -> bool:
+        return self.settings is not None
+
+
+@dataclass(frozen=True, slots=True)
 class Case:
-    """One figure. ``of_peer_too``: the peer runs it as well; otherwise its figure is that of another case."""
+    """One figure. ``peer_case``: whose figure of a peer that keeps nothing is set beside this one."""
 
     what: str
     tokens: int
@@ -71,34 +85,62 @@ class _Samples:
     peer: list[float] = field(default_factory=list)
 
 
-def run(model: str, settings: Settings, peer: str | None, rounds: int, say: Callable[[str], None]) -> dict[str, Any]:
-    """The result document of INTERFACES. Raises ``BenchError``, and what a start of the engine raises."""
+def run(
+    model: str, settings: Settings, peer: Peer | None, rounds: int, say: Callable[[str], None], only: Collection[str] = ()
+) -> dict[str, Any]:
+    """The result document of INTERFACES. ``only``: names of cases (``cold_ttft/4096x1``); empty = all.
+
+    Raises ``BenchError``, and what a start of the engine raises.
+    """
     resolved = resolve_model(model)
     config = load_config(resolved.path)
-    longest = min(config.max_context, settings.max_context or config.max_context)
-    cases = [case for case in _cases(config.vocab_size) if case.tokens + MIXED_OUT < longest]
-    threads = settings.pp * settings.tp * (settings.threads_per_rank or 1)
+    cases = _chosen([case for case in _cases(config.vocab_size) if case.tokens + MIXED_OUT < _context(config, settings, peer)], only)
     samples = {case.name: _Samples() for case in cases}
-    other = _peer(peer, resolved, settings, config.dtype, threads)
-    with LLM.from_settings(model, settings) as llm:
+    with _engine_of(peer, model, settings) as other, LLM.from_settings(model, settings) as llm:
         ours = _Forebay(llm)
-        _warm_up(ours, other)
+        _warm_up(ours, other, config.vocab_size)
         for number in range(rounds):
             for case in cases:
                 say(f"round {number + 1} of {rounds}: {case.name}")
-                seed = f"{number}/{case.name}"
-                samples[case.name].forebay.append(case.measure(ours, random.Random(seed)))
-                if other is not None and not case.peer_case:
-                    samples[case.name].peer.append(case.measure(other, random.Random(seed)))
+                _take(case, number, ours, None if peer and case.peer_case and not peer.keeps_pages else other, samples[case.name])
     rows = [_row(case, samples) for case in cases]
-    about = {"model": resolved.name, "pp": settings.pp, "tp": settings.tp, "threads": threads, "rounds": rounds, "peer": peer}
-    about["dtype"] = config.dtype if settings.dtype is DType.AUTO else settings.dtype.value
+    threads = _threads(settings)
+    about = {"model": resolved.name, "pp": settings.pp, "tp": settings.tp, "threads": threads, "rounds": rounds}
+    about |= {"peer": None if peer is None else peer.name, "dtype": _dtype(config, settings)}
     return {"config": about, "floors": _floors(threads), "rows": rows}
+
+
+def _take(case: Case, number: int, ours: Engine, other: Engine | None, into: _Samples) -> None:
+    """One sample of each; whoever is second finds the machine as the first has left it, so they take turns."""
+    asked = [(ours, into.forebay)] if other is None else [(ours, into.forebay), (other, into.peer)]
+    for engine, samples in asked if number % 2 == 0 else reversed(asked):
+        samples.append(case.measure(engine, random.Random(f"{number}/{case.name}")))
+
+
+def _chosen(cases: Sequence[Case], only: Collection[str]) -> list[Case]:
+    if unknown := set(only) - {case.name for case in cases}:
+        raise BenchError(f"there is no figure {sorted(unknown)[0]!r} here; allowed: {', '.join(case.name for case in cases)}")
+    return [case for case in cases if not only or case.name in only]
+
+
+def _context(config: ModelConfig, settings: Settings, peer: Peer | None) -> int:
+    """Tokens that both engines take."""
+    limits = [settings.max_context] + ([peer.settings.max_context] if peer is not None and peer.settings is not None else [])
+    return min([config.max_context, *(limit for limit in limits if limit is not None)])
+
+
+def _threads(settings: Settings) -> int:
+    return settings.pp * settings.tp * (settings.threads_per_rank or 1)
+
+
+def _dtype(config: ModelConfig, settings: Settings) -> str:
+    return config.dtype if settings.dtype is DType.AUTO else settings.dtype.value
 
 
 def _cases(vocab_size: int) -> list[Case]:
     def fresh(dice: random.Random, count: int, tokens: int) -> Prompts:
-        return [[dice.randrange(FIRST_TOKEN_ID, vocab_size) for _ in range(tokens)] for _ in range(count)]
+        first = min(FIRST_TOKEN_ID, vocab_size // 2)
+        return [[dice.randrange(first, vocab_size) for _ in range(tokens)] for _ in range(count)]
 
     def cold(tokens: int) -> Callable[[Engine, random.Random], float]:
         return lambda engine, dice: 1000 * _seconds(lambda prompts: engine.generate(prompts, 1), fresh(dice, 1, tokens))
@@ -133,7 +175,9 @@ def _cases(vocab_size: int) -> list[Case]:
 
 def _row(case: Case, samples: dict[str, _Samples]) -> dict[str, Any]:
     own = statistics.median(samples[case.name].forebay)
-    others = samples[case.peer_case or case.name].peer
+    others = samples[case.name].peer
+    if not others and case.peer_case in samples:
+        others = samples[case.peer_case].peer
     peer = statistics.median(others) if others else None
     ratio = own / peer if peer else None
     row = {"what": case.what, "tokens": case.tokens, "batch": case.batch, "forebay": own, "peer": peer, "ratio": ratio}
@@ -180,20 +224,26 @@ class _Transformers:
             inputs = output.logits[:, -1:].argmax(-1)
 
 
-def _peer(name: str | None, model: ResolvedModel, settings: Settings, dtype: str, threads: int) -> Engine | None:
-    if name is None:
-        return None
-    if name != "transformers":
-        raise BenchError(f"--peer is {name!r}; allowed: transformers")
-    chosen = dtype if settings.dtype is DType.AUTO else settings.dtype.value
-    return _Transformers(model, getattr(torch, chosen), threads)
+@contextlib.contextmanager
+def _engine_of(peer: Peer | None, model: str, settings: Settings) -> Iterator[Engine | None]:
+    """``settings``: those of the engine that it is set beside."""
+    if peer is None:
+        yield None
+    elif peer.settings is not None:
+        with LLM.from_settings(model, peer.settings) as llm:
+            yield _Forebay(llm)
+    elif peer.name == "transformers":
+        resolved = resolve_model(model)
+        yield _Transformers(resolved, getattr(torch, _dtype(load_config(resolved.path), settings)), _threads(settings))
+    else:
+        raise BenchError(f"--peer is {peer.name!r}; allowed: transformers, or forebay:NAME=VALUE,... with settings of a second engine")
 
 
-def _warm_up(ours: Engine, other: Engine | None) -> None:
+def _warm_up(ours: Engine, other: Engine | None, vocab_size: int) -> None:
     """First calls are slow (kernels, allocators), and are no measure."""
     for engine in (ours, other):
         if engine is not None:
-            engine.generate([[FIRST_TOKEN_ID] * 64], 2)
+            engine.generate([[vocab_size - 1] * 64], 2)
 
 
 def _floors(threads: int) -> dict[str, float]:

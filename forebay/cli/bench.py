@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from forebay.bench.engine import BenchError, run
+from forebay.bench.engine import BenchError, Peer, run
 from forebay.cli.errors import UserError
 from forebay.frontend.engine import EngineDown
 from forebay.frontend.later import refuse_later
@@ -17,18 +17,25 @@ from forebay.models.errors import ModelError
 from forebay.runtime.launch import StartError
 from forebay.settings import resolve
 
+ANOTHER_FOREBAY = "forebay:"
 
-def run_bench_engine(model: str, flags: Mapping[str, Any], config: Path | None, peer: str | None, rounds: int, as_json: bool) -> None:
+
+def run_bench_engine(
+    model: str, flags: Mapping[str, Any], config: Path | None, peer: str | None, only: str, rounds: int, as_json: bool
+) -> None:
     """Raises ``SettingsError`` and ``UserError``."""
-    given = {name: value for name, value in flags.items() if value is not None}
-    settings = resolve(refuse_later({"store": "none"} | given), config)  # what is cold must not be warm from the last run
+    given = {"store": "none"} | {
+        name: value for name, value in flags.items() if value is not None
+    }  # cold is not warm from the last run
+    settings = resolve(refuse_later(given), config)
+    other = None if peer is None else _peer(peer, given, config)
 
     def say(line: str) -> None:
         if sys.stderr.isatty():
             print(f"\r{line:<60}", end="", file=sys.stderr, flush=True)
 
     try:
-        result = run(model, settings, peer, rounds, say)
+        result = run(model, settings, other, rounds, say, [name for name in only.split(",") if name])
     except (BenchError, EngineDown, ModelError, StartError) as error:
         raise UserError(str(error)) from error
     if as_json:
@@ -48,3 +55,18 @@ def run_bench_engine(model: str, flags: Mapping[str, Any], config: Path | None, 
     console = Console()
     console.print(table)
     console.print(f"floors: {floors['matmul_gflops']:.0f} GFLOP/s in bfloat16, {floors['memcpy_gib_s']:.1f} GiB/s of copies")
+
+
+def _peer(text: str, given: Mapping[str, Any], config: Path | None) -> Peer:
+    """``forebay:pp=1,threads-per-rank=2`` is this engine with those settings instead; anything else is a library's name."""
+    if not text.startswith(ANOTHER_FOREBAY):
+        return Peer(text)
+    changes: dict[str, str] = {}
+    for pair in text.removeprefix(ANOTHER_FOREBAY).split(","):
+        name, equals, value = pair.partition("=")
+        if not (name and equals and value):
+            raise UserError(
+                f"--peer {text}: {pair!r} is no setting; write forebay:NAME=VALUE,NAME=VALUE, as in forebay:pp=1,threads-per-rank=2"
+            )
+        changes[name.strip().replace("-", "_")] = value.strip()
+    return Peer(text, resolve(refuse_later({**given, **changes}), config))

@@ -191,14 +191,18 @@ def bench_engine(
     settings: dict[str, Any],
     model: Model,
     config: ConfigFile = None,
-    peer: Annotated[str | None, typer.Option(help="also measure this one on the same weights: transformers")] = None,
+    peer: Annotated[
+        str | None,
+        typer.Option(help="also measure this on the same weights: transformers, or forebay:NAME=VALUE,... for a second engine"),
+    ] = None,
+    only: Annotated[str, typer.Option(help="figures to take, as in cold_ttft/4096x1,throughput/1024x8; else all")] = "",
     repeat: Annotated[int, typer.Option(min=1, help="interleaved rounds; the median is reported")] = 3,
     json: Json = False,
 ) -> None:
     """Measure time to first token, decode and throughput of the whole engine."""
     from forebay.cli.bench import run_bench_engine
 
-    run_bench_engine(model, settings, config, peer, repeat, json)
+    run_bench_engine(model, settings, config, peer, only, repeat, json)
 
 
 @bench.command("ttft")

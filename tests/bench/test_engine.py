@@ -1,9 +1,23 @@
-"""The engine's bench on the real model, without its peer: the document that INTERFACES promises, and figures that can be."""
+"""The engine's bench: the document that INTERFACES promises, and figures that can be; a second engine as the peer."""
+
+import json
+from pathlib import Path
 
 import pytest
 
-from forebay.bench.engine import run
+from forebay.bench.engine import Peer, run
+from forebay.cli.main import run as forebay
 from forebay.settings import resolve
+from tests.frontend.tiny_text import write_random_weights, write_text_model
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One that takes the shortest figures."""
+    path = write_random_weights(write_text_model(tmp_path_factory.mktemp("model")))
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 1024}))
+    return path
 
 
 @pytest.mark.slow
@@ -17,3 +31,32 @@ def test_the_document_has_a_row_for_each_figure_and_hits_are_cheaper_than_cold()
     assert all(row["forebay"] > 0 and row["peer"] is None for row in rows.values())
     assert rows["hit_ttft/2048x1"]["forebay"] < rows["cold_ttft/2048x1"]["forebay"]
     assert set(result["floors"]) == {"matmul_gflops", "memcpy_gib_s"}
+
+
+def test_another_forebay_is_measured_in_the_same_rounds(model: Path) -> None:
+    settings = {"device_memory": "8MiB", "host_memory": "8MiB", "store": "none", "threads_per_rank": 1}
+    peer = Peer("forebay:pp=2", resolve(settings | {"pp": 2}, environment={}))
+    result = run(str(model), resolve(settings, environment={}), peer, 2, print, ["cold_ttft/512x1"])
+    (row,) = result["rows"]
+    assert result["config"]["peer"] == "forebay:pp=2"
+    assert [len(samples) for samples in row["samples"].values()] == [2, 2]
+    assert row["ratio"] == row["forebay"] / row["peer"]
+
+
+@pytest.mark.parametrize(
+    ("peer", "only", "said"),
+    [
+        ("vllm", "", "--peer is 'vllm'; allowed: transformers, or forebay:NAME=VALUE"),
+        ("forebay:pp", "", "'pp' is no setting"),
+        ("forebay:pq=2", "", "pq"),
+        ("forebay:pp=none", "", "--pp"),
+        ("forebay:pp=2", "cold_ttft/77x1", "there is no figure 'cold_ttft/77x1' here; allowed: cold_ttft/512x1"),
+    ],
+)
+def test_what_is_wrong_with_a_peer_is_said_in_one_line(
+    model: Path, peer: str, only: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--device-memory", "8MiB", "--host-memory", "8MiB"]
+    assert forebay(["bench", "engine", str(model), "--peer", peer, "--only", only, *options]) == 2
+    error = capsys.readouterr().err
+    assert said in error and len(error.strip().splitlines()) == 1
