@@ -118,11 +118,7 @@ class CopyEngine:
         while (backup := self._backups.get()) is not None:
             began = time.monotonic_ns()
             try:
-                pairs = PagePairs(backup.copies)
-                for layer in self._layers:
-                    for piece in layer:
-                        piece.save(pairs)
-                self._synchronize()
+                self._save(PagePairs(backup.copies))
             except BaseException:  # nobody waits for a backup, so nobody else would notice
                 traceback.print_exc()
                 os._exit(1)
@@ -132,6 +128,12 @@ class CopyEngine:
 
     def _count(self, kind: str, pages: int, began_ns: int) -> None:
         self._meter.transfer(kind, pages * self._block_bytes, (time.monotonic_ns() - began_ns) / 1e9)
+
+    def _save(self, pairs: PagePairs) -> None:
+        for layer in self._layers:
+            for piece in layer:
+                piece.save(pairs)
+        self._synchronize()
 
     def _load_layer(self, pairs: PagePairs, layer: int) -> None:
         for piece in self._layers[layer]:

@@ -1,65 +1,137 @@
-"""Faults inside real ranks: a directory of this file on PYTHONPATH makes every rank obey the orders in the file TEST_RANK_FAULTS names.
+"""Faults inside real processes: a directory of this file on PYTHONPATH makes ranks and planner obey.
 
-    {"fail_fetch": [ranks], "hold_fetch": [ranks], "hold_store": [ranks]}      JSON; replaced as a whole (rename) at any time
+The file that TEST_RANK_FAULTS names holds orders to both; JSON, replaced as a whole (rename) at any time:
 
-A failing rank raises ``MemoryError`` in its FETCH handler; a holding one stays in its read or write until it is no longer named, or a
-minute has passed. Each time one line ``what rank pid`` goes to the same path + ".log".
+    fail_fetch       a rank raises ``MemoryError`` in its FETCH handler
+    hold_fetch, hold_store, hold_load, hold_backup, hold_plan
+                     a rank stays at the beginning of that work
+    hold_decode      the same for plans that decode and do nothing else
+    hold_once_retracted
+                     the same for any plan, as soon as the planner has retracted a request
+    hold_query       the planner's query thread stays before it asks the store
+
+each with a list of ranks (the planner is -1). Who holds does so until it is no longer named, or a minute has passed. Each time one line
+``what rank pid`` goes to the same path + ".log"; when a request is retracted, ``retracted/REQUEST -1 pid``.
+
+TEST_PLANNER holds what the planner takes as given, JSON too: {"always_fetch": true, "QUERY_S": 60.0, "MAX_RETRIES": 0}.
 """
 
 import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 ORDERS = os.environ.get("TEST_RANK_FAULTS")
+PLANNER = os.environ.get("TEST_PLANNER")
+THE_PLANNER = -1
+RETRACTED = "retracted/"
 
 
-def obey() -> None:
+def named(what: str, rank: int) -> bool:
+    return rank in json.loads(Path(str(ORDERS)).read_text()).get(what, [])
+
+
+def log_path() -> Path:
+    return Path(str(ORDERS) + ".log")
+
+
+def log(what: str, rank: int) -> None:
+    with log_path().open("a") as lines:
+        lines.write(f"{what} {rank} {os.getpid()}\n")
+
+
+def hold(what: str, rank: int) -> None:
+    if named(what, rank):
+        log(what, rank)
+        deadline = time.monotonic() + 60
+        while named(what, rank) and time.monotonic() < deadline:
+            time.sleep(0.005)
+
+
+def before(owner: Any, name: str, act: Callable[..., None]) -> None:
+    """``act`` is called with all arguments before ``owner``'s function or method ``name``."""
+    call = getattr(owner, name)
+
+    def held(*arguments: Any, **named_arguments: Any) -> Any:
+        act(*arguments, **named_arguments)
+        return call(*arguments, **named_arguments)
+
+    setattr(owner, name, held)
+
+
+def obey_as_rank() -> None:
+    from forebay.core.hashing import TOKEN_BYTES
+    from forebay.core.messages import Plan
+    from forebay.runtime import rank as ranks
+    from forebay.runtime.boot import WorkerBoot
+    from forebay.runtime.copy_engine import CopyEngine
+    from forebay.runtime.execute import Executor
     from forebay.runtime.page_io import PageIo
 
-    orders = Path(str(ORDERS))
-    begin, put = PageIo.__init__, PageIo._put_batch
+    rank = -1
+    load = ranks.load
 
-    def named(what: str, rank: int) -> bool:
-        return rank in json.loads(orders.read_text()).get(what, [])
+    def born(boot: WorkerBoot) -> ranks.LoadedRank:
+        nonlocal rank
+        rank = boot.rank
+        return load(boot)
 
-    def log(what: str, rank: int) -> None:
-        with orders.with_name(orders.name + ".log").open("a") as lines:
-            lines.write(f"{what} {rank} {os.getpid()}\n")
-
-    def hold(what: str, rank: int) -> None:
-        if named(what, rank):
-            log(what, rank)
-            deadline = time.monotonic() + 60
-            while named(what, rank) and time.monotonic() < deadline:
-                time.sleep(0.005)
+    def run(executor: Executor, plan: Plan) -> None:
+        hold("hold_plan", rank)
+        if not plan.openings and all(len(piece.tokens) == TOKEN_BYTES for piece in plan.pieces):
+            hold("hold_decode", rank)
+        if named("hold_once_retracted", rank) and log_path().exists() and RETRACTED in log_path().read_text():
+            hold("hold_once_retracted", rank)
 
     class Reader:
-        def __init__(self, reader: object, rank: int) -> None:
-            self._reader, self._rank = reader, rank
+        def __init__(self, reader: object) -> None:
+            self._reader = reader
 
         def __getattr__(self, name: str) -> object:
             return getattr(self._reader, name)
 
         def read(self, pages: object, timeout_s: float) -> object:
-            hold("hold_fetch", self._rank)
-            if named("fail_fetch", self._rank):
-                log("fail_fetch", self._rank)
+            hold("hold_fetch", rank)
+            if named("fail_fetch", rank):
+                log("fail_fetch", rank)
                 raise MemoryError("injected")
             return self._reader.read(pages, timeout_s)  # type: ignore[attr-defined]
 
+    begin = PageIo.__init__
+
     def init(self: PageIo, *arguments: object, **named_arguments: object) -> None:
         begin(self, *arguments, **named_arguments)  # type: ignore[arg-type]
-        self._reader = Reader(self._reader, self._rank)  # type: ignore[assignment]
+        self._reader = Reader(self._reader)  # type: ignore[assignment]
 
-    def held_put(self: PageIo, pages: object) -> object:
-        hold("hold_store", self._rank)
-        return put(self, pages)  # type: ignore[arg-type]
+    PageIo.__init__ = init  # type: ignore[method-assign]
+    ranks.load = born
+    before(Executor, "run", run)
+    before(PageIo, "_put_batch", lambda *_: hold("hold_store", rank))
+    before(CopyEngine, "_load_layer", lambda *_: hold("hold_load", rank))
+    before(CopyEngine, "_save", lambda *_: hold("hold_backup", rank))
 
-    PageIo.__init__ = init  # type: ignore[assignment, method-assign]
-    PageIo._put_batch = held_put  # type: ignore[assignment, method-assign]
+
+def obey_as_planner() -> None:
+    from forebay.core import tickets
+    from forebay.core.replica import Replica
+    from forebay.runtime import store_access
+
+    given = json.loads(PLANNER or "{}")
+    if given.get("always_fetch"):
+        tickets.TicketDesk._pays = lambda *_: True  # type: ignore[method-assign]
+    for module in (tickets, store_access):
+        for name in ("QUERY_S", "MAX_RETRIES"):
+            if name in given and hasattr(module, name):
+                setattr(module, name, given[name])
+    if ORDERS:
+        before(store_access, "match_prefix", lambda *_: hold("hold_query", THE_PLANNER))
+        before(Replica, "retract", lambda _, request: log(RETRACTED + request.request_id, THE_PLANNER))
 
 
 if ORDERS and "forebay.runtime.worker" in sys.orig_argv:
-    obey()
+    obey_as_rank()
+if (ORDERS or PLANNER) and "forebay.runtime.planner_process" in sys.orig_argv:
+    obey_as_planner()
