@@ -152,7 +152,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     ] = FetchRoute.TICKET
     fetch_policy: Annotated[
         FetchPolicy,
-        Setting("how long a request waits for its ticket: to the end, not at all, or 2 s + 0.1 s per 1,024 tokens, at most 30 s"),
+        Setting(
+            "how long a request waits for its ticket: to the end (a read without an answer for 4 s is its end), only while it could "
+            "not run anyway, or 2 s + 0.1 s per 1,024 tokens, at most 30 s"
+        ),
     ] = FetchPolicy.TIMEOUT
     fetch_threshold: Annotated[int, Setting("stored prefixes shorter than this are computed", "tokens", 0, 1 << 20)] = 256
     chunk_size: Annotated[

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from forebay.core.messages import Usage
+from forebay.core.pace import work_of
 from forebay.core.replica import Replica
 from forebay.core.request import Request
 from forebay.core.tickets import release_ready
@@ -10,19 +11,28 @@ from forebay.core.transfers import SELECTIVE_HITS, WritePolicy
 from forebay.core.tree import NONE, Node, Tier
 
 PREFIX_WINDOW = 64
+HEAD_START = 0.25
 
 
 def admit(replica: Replica, now: float) -> None:
     """Admit waiting requests in order until slots or pages run out; the first that does not fit stops all behind it.
 
-    A request whose next page is just being computed by a running one waits a plan without holding up others (rule R8).
+    A request whose next page is just being computed by a running one waits a plan without holding up others (rule R8). Those that ask
+    or fetch are passed over, but with a head start.
     """
     cache = replica.cache
     assert cache is not None
+    replica.gives_way_until = None
+    one_fetches = False
     for request in _candidates(replica):
         if len(replica.running) >= replica.config.max_running or any(other.suspect for other in replica.running):
             return
-        if not replica.tickets.may_run(request, cache) or _next_page_is_coming(replica, request):
+        if replica.tickets.waits_at_best(request) and _has_room(replica, request):
+            replica.tickets.leave(request, cache)
+        if replica.tickets.waits(request):
+            one_fetches = True
+            continue
+        if _next_page_is_coming(replica, request) or (one_fetches and _gives_way(replica, request, now)):
             continue
         if request.suspect and replica.running:
             return  # its turn has come, and it runs alone
@@ -46,6 +56,41 @@ def _candidates(replica: Replica) -> Iterator[Request]:
     assert cache is not None
     cached = {request.order: len(cache.tree.match(request.extend_hashes())) for request in window}
     return iter(sorted(window, key=lambda request: (request.order[0], -cached[request.order], request.order[1])))
+
+
+def _has_room(replica: Replica, request: Request) -> bool:
+    """Whether `_reserve` would find device pages, wherever the prefix comes from: what is loaded takes as many as what is computed."""
+    cache = replica.cache
+    assert cache is not None
+    held = [node for node in cache.tree.match(request.extend_hashes()) if node.pages[Tier.DEVICE] != NONE]
+    unpinned = sum(not node.pins[Tier.DEVICE] for node in held)
+    return _wanted_pages(replica, request) - len(held) <= cache.obtainable - unpinned
+
+
+def _wanted_pages(replica: Replica, request: Request) -> int:
+    """For the tokens known now and one page more, as far as the request will ever need it."""
+    return min(replica.pages_for(request.length) + 1, replica.pages_at_most(request))
+
+
+def _gives_way(replica: Replica, request: Request, now: float) -> bool:
+    """Whether ``request`` still lets those go first that came before it and ask or fetch.
+
+    A chunk cannot be interrupted and what has been fetched runs in next to no time, so it is worth a `HEAD_START` of what the chunk
+    will take in one stage, from when it came. Not on the staged route, where a fetch waits for chunks itself.
+    """
+    config = replica.config
+    if config.staged or not config.hits_ahead:
+        return False
+    cached = config.page_size * request.probe
+    left = request.length - cached
+    if left <= config.page_size:
+        return False  # as quick as what is fetched
+    work = work_of(min(left, config.chunk_tokens), cached)
+    until = request.arrived_at + HEAD_START * replica.pace.predict(work) / config.pp
+    if now >= until:
+        return False
+    replica.gives_way_until = min(until, replica.gives_way_until or until)
+    return True
 
 
 def _next_page_is_coming(replica: Replica, request: Request) -> bool:
@@ -75,7 +120,7 @@ def _reserve(replica: Replica, request: Request) -> list[Node] | None:
     cache.pin(held)
     for node in loads:
         cache.tree.pin(node, Tier.HOST)  # before device pages are taken, or making room could take what is to be loaded
-    wanted = min(pages + 1, replica.pages_at_most(request)) - len(held)
+    wanted = _wanted_pages(replica, request) - len(held)
     own = None
     if wanted <= cache.obtainable:
         own = cache.allocate(pages - len(held))

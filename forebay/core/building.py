@@ -5,6 +5,9 @@
     hits      prefills with at most a page left: scheduled like decodes, outside the chunk budget
     chunks    the other prefills in order of admission, in whole pages, within one chunk budget
 
+Hits do not ride with chunks, which would keep them in every stage for as long as a chunk takes: they go ahead in a plan of their own,
+which costs the chunks one pass over the weights. Every second plan has its chunks all the same.
+
 A chunk may be built while the same prompt's previous chunk is still in flight, since every rank applies plans in order.
 """
 
@@ -33,11 +36,12 @@ class _Draft:
     requests: list[Request] = field(default_factory=list)
     work: float = 0.0
     tokens: int = 0
+    is_ahead: bool = False
 
 
 def build_plan(replica: Replica, epoch: int, now: float) -> Plan | None:
     """The next plan, or None if the pipeline is full or nothing can run."""
-    if len(replica.in_flight) >= replica.config.pp:
+    if sum(not record.is_ahead for record in replica.in_flight) >= replica.config.pp:
         return None
     draft = _Draft(replica.built + 1)
     _add_decodes(replica, draft)
@@ -57,7 +61,9 @@ def build_plan(replica: Replica, epoch: int, now: float) -> Plan | None:
     replica.built = plan.number
     replica.digest = plan.digest
     waits_for = set(range(replica.config.ranks))
-    replica.in_flight.append(InFlight(plan.number, now, draft.work, waits_for, draft.sampling, draft.requests, draft.tokens))
+    replica.in_flight.append(
+        InFlight(plan.number, now, draft.work, waits_for, draft.sampling, draft.requests, draft.tokens, draft.is_ahead)
+    )
     return plan
 
 
@@ -79,11 +85,16 @@ def _add_prefills(replica: Replica, draft: _Draft) -> None:
     """Prefills have had their pages since admission."""
     page_size = replica.config.page_size
     prefills = [request for request in replica.running if request.prefilling]
-    for request in prefills:
-        if request.remaining <= page_size:
-            _add_piece(replica, draft, request, request.remaining)
+    hits = [request for request in prefills if request.remaining <= page_size]
+    chunked = [request for request in prefills if request.remaining > page_size]
+    for request in hits:
+        _add_piece(replica, draft, request, request.remaining)
+    draft.is_ahead = bool(hits and chunked) and replica.config.hits_ahead and not replica.chunks_wait
+    replica.chunks_wait = draft.is_ahead
+    if draft.is_ahead:
+        return
     budget = replica.config.chunk_tokens
-    for request in prefills:
+    for request in chunked:
         count = min(request.remaining, budget)
         if count < request.remaining:
             count -= count % page_size  # it starts on a page border and so ends on one

@@ -177,7 +177,7 @@ class Planner:
         """When a step is due even if no event comes."""
         flush = min((pending.deadline for pending in self._flushes), default=None)
         ticket = self.replica.tickets.next_deadline()
-        return min((due for due in (flush, ticket) if due is not None), default=None)
+        return min((due for due in (flush, ticket, self.replica.gives_way_until) if due is not None), default=None)
 
     def _take(self, now: float, event: Event) -> None:
         match event:

@@ -25,7 +25,8 @@ class PlannerConfig:
     Rule R3: a rank silent for ``silence_s``, or a plan later than ``late_base_s`` + ``late_factor`` x its prediction, ends the
     epoch; after ``max_restarts`` epochs in a row in which no plan retired the grid has failed.
     ``load_back_threshold``: fewer tokens in host memory are computed again rather than loaded. ``staged``: stored prefixes are fetched
-    stage by stage, the baseline, instead of by ticket. ``staging``: host pages only for the time of a transfer.
+    stage by stage, the baseline, instead of by ticket. ``staging``: host pages only for the time of a transfer. ``hits_ahead``: hits
+    have a plan of their own before the next chunk's (other engines let them ride with it).
     """
 
     pp: int
@@ -45,6 +46,7 @@ class PlannerConfig:
     fetch_threshold: int = 256
     staged: bool = False
     staging: bool = False
+    hits_ahead: bool = True
     silence_s: float = 5.0
     late_base_s: float = 10.0
     late_factor: float = 5.0
@@ -72,7 +74,7 @@ class PlannerConfig:
 @dataclass(slots=True)
 class InFlight:
     """A plan that not all ranks have acknowledged. ``sampling``: (slot, request) of each piece that yields a token;
-    ``requests``: of all pieces."""
+    ``requests``: of all pieces; ``is_ahead``: of hits that went ahead of chunks, whose plan may be built too."""
 
     number: int
     built_at: float
@@ -81,6 +83,7 @@ class InFlight:
     sampling: list[tuple[int, Request]]
     requests: list[Request]
     tokens: int = 0
+    is_ahead: bool = False
 
 
 @dataclass
@@ -96,6 +99,7 @@ class Replica:
     decodes: deque[Request] = field(default_factory=deque)  # their next token may be computed, longest waiting first
     computing: dict[bytes, Request] = field(default_factory=dict)  # full pages that a running request has yet to compute
     in_flight: deque[InFlight] = field(default_factory=deque)
+    chunks_wait: bool = False  # the newest plan was hits' alone, and there were chunks to run
     loads: list[Node] = field(default_factory=list)  # host pages that the next plan brings to the device
     backups: BackupQueue = field(init=False)
     stores: StoreQueue = field(init=False)
@@ -104,6 +108,7 @@ class Replica:
     built: int = 0
     digest: bytes = ZERO
     last_retired_at: float = 0.0
+    gives_way_until: float | None = None  # when a waiting request will let those that fetch go first no longer
     retractions: int = 0
     spans: list[TimedSpan] = field(default_factory=list)  # since the last step
     cached_device_tokens: int = 0
@@ -155,6 +160,7 @@ class Replica:
         self.cache = None
         self.in_flight.clear()
         self.decodes.clear()
+        self.chunks_wait = False
         self.loads.clear()
         self.backups.clear()
         self.stores.clear()

@@ -274,13 +274,19 @@ class TicketDesk:
                 del self._retries[request_id]
                 self.ask(waiting, cache, now)
 
-    def may_run(self, request: Request, cache: PageCache) -> bool:
-        """Whether admission may take the request now; best effort ends the wait just then."""
-        if request.phase is Phase.FETCHING and self._policy is FetchPolicy.BEST_EFFORT:
-            for number, flight in tuple(self._flights.items()):
-                if request in flight.users:
-                    self._leave(number, flight, request, cache)
-        return request.phase in (Phase.NOT_ASKED, Phase.SETTLED)
+    def waits(self, request: Request) -> bool:
+        """Whether it asks or fetches, so that admission passes it over."""
+        return request.phase in (Phase.ASKING, Phase.FETCHING)
+
+    def waits_at_best(self, request: Request) -> bool:
+        """Whether it fetches only as long as it could not run anyway; `leave` ends that."""
+        return self._policy is FetchPolicy.BEST_EFFORT and request.phase is Phase.FETCHING
+
+    def leave(self, request: Request, cache: PageCache) -> None:
+        """Wait no longer: what is safe by now may be used."""
+        for number, flight in tuple(self._flights.items()):
+            if request in flight.users:
+                self._leave(number, flight, request, cache)
 
     def progressed(self, ack: FetchProgress, cache: PageCache, now: float) -> None:
         """Fold one rank's acknowledgement. Raises ``ProtocolError``."""

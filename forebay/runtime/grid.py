@@ -94,7 +94,7 @@ class Grid:
         """To the same TP rank of the next stage; None on the last."""
         if self.place.is_last:
             return None
-        return StageSender(self.transport, self.place.rank + self.place.tp, depth=self.place.pp + 1)
+        return StageSender(self.transport, self.place.rank + self.place.tp, depth=2 * self.place.pp + 1)
 
     def receiver(self, hidden_size: int, dtype: torch.dtype) -> StageReceiver | None:
         """From the same TP rank of the stage before; None on the first."""

@@ -4,7 +4,8 @@
 
 Rank (stage, t) sends to rank (stage + 1, t): inside a stage all TP ranks hold equal hidden states, so nothing is gathered. Sends
 do not block: the bytes are copied into one of a few buffers, which is taken again only after its last send is through. The
-planner keeps at most ``pp`` plans in flight, so with more buffers than that a send practically never waits.
+planner keeps at most ``pp`` plans in flight and as many of hits that go ahead, so with more buffers than that a send practically never
+waits.
 """
 
 import struct

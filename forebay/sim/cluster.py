@@ -81,6 +81,7 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True):
     fetch_threshold: Annotated[int, Dial("stored prefixes shorter than this are computed", "tokens", 0)] = 256
     staged_look: Annotated[StagedLook, Dial("on the staged route: when a stage looks")] = StagedLook.FORWARD
     prefix_first: Annotated[bool, Dial("admit the longest cached prefix first")] = False
+    hits_ahead: Annotated[bool, Dial("hits have a plan of their own before the next chunk's, instead of riding with it")] = True
 
 
 class Forward(msgspec.Struct, frozen=True, kw_only=True):
@@ -183,6 +184,7 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
             fetch_policy=engine.fetch_policy,
             fetch_threshold=engine.fetch_threshold,
             staging=engine.host_mode is HostMode.STAGING,
+            hits_ahead=engine.hits_ahead,
             silence_s=math.inf,
             late_base_s=math.inf,
         )

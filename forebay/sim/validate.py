@@ -70,7 +70,9 @@ PUBLISHED: dict[tuple[str, str], dict[str, tuple[float, float]]] = {
     ("mixed", "all"): {"staged": (2625.8, 2858.7), "ticket": (1882.6, 1880.1)},
 }
 PUBLISHED_CLUSTER = "h20-pp4tp4"
-PUBLISHED_DIALS = {"engine.chunk_size": "16384", "engine.max_running": "16", "engine.host_mode": "staging"}
+PUBLISHED_DIALS = {
+    "engine.chunk_size": "16384", "engine.max_running": "16", "engine.host_mode": "staging", "engine.hits_ahead": "false",
+}  # fmt: skip
 PUBLISHED_LOADS = [Load(group, 16_384, 1, 128, 4) for group in ("miss", "mixed")]
 STATISTICS = ("mean", "p50")
 

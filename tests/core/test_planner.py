@@ -2,6 +2,7 @@
 
 import pytest
 
+from forebay.core.invariants import check
 from forebay.core.messages import (
     Abort,
     CancelFlush,
@@ -49,7 +50,30 @@ def test_decodes_ride_with_chunks_and_outside_their_budget(desk: Desk) -> None:
     assert spans(mixed) == [(2, 3), (0, 8)]
 
 
-def test_a_remainder_of_at_most_a_page_goes_ahead_of_chunks(desk: Desk) -> None:
+def test_a_remainder_of_at_most_a_page_goes_ahead_of_chunks_in_a_plan_of_its_own(desk: Desk) -> None:
+    desk.run_all(desk.submit("first", PROMPT, max_tokens=1))
+    (long,) = desk.submit("long", [50] * 24)
+    desk.submit("hit", [*PROMPT, 60, 61], max_tokens=1)
+    ahead, chunk = desk.run(long)
+    assert spans(ahead) == [(12, 14)], "in no stage does it wait for a chunk that is not there yet"
+    assert spans(chunk) == [(8, 16)], "which may follow at once: what goes ahead is not one of the pp plans in flight"
+    check(desk.planner.replica)
+
+
+def test_hits_never_hold_up_chunks_twice_in_a_row(desk: Desk) -> None:
+    desk.run_all(desk.submit("first", PROMPT, max_tokens=1))
+    (long,) = desk.submit("long", [50] * 32)
+    for number in range(3):
+        desk.submit(f"hit {number}", [*PROMPT, 60 + number], max_tokens=1)
+    ahead, chunk = desk.run(long)
+    assert spans(ahead) == [(12, 13)] * 3, "all that are ready go together"
+    desk.submit("late hit", [*PROMPT, 70], max_tokens=1)
+    assert [spans(plan) for plan in desk.run(ahead)] == [], "a plan with a chunk is in flight, as many as stages"
+    assert [spans(plan) for plan in desk.run(chunk)] == [[(12, 13)], [(16, 24)]]
+
+
+def test_where_hits_ride_they_come_before_the_chunk_and_outside_its_budget() -> None:
+    desk = make_desk(hits_ahead=False)
     desk.run_all(desk.submit("first", PROMPT, max_tokens=1))
     (long,) = desk.submit("long", [50] * 24)
     desk.submit("hit", [*PROMPT, 60, 61], max_tokens=1)
@@ -98,8 +122,9 @@ def test_r8_a_request_whose_next_page_is_being_computed_waits_a_plan_and_holds_n
     (first,) = desk.submit("a", [*PROMPT, 30])
     desk.submit("same", [*PROMPT, 31])
     desk.submit("other", [40, 41])
-    (second,) = desk.run(first)
-    assert spans(second) == [(0, 2), (8, 13)], "`other` and a's tail run; `same` waits for a's third page"
+    other, second = desk.run(first)
+    assert [spans(other), spans(second)] == [[(0, 2)], [(8, 13)]], "`other` and a's tail run; `same` waits for a's third page"
+    desk.run(other)
     (third,) = desk.run(second)
     assert spans(third) == [(2, 3), (13, 14), (12, 13)], "`same` has only its own token to compute"
 
@@ -364,8 +389,8 @@ def test_aborting_everywhere_brings_pages_back_to_baseline(desk: Desk) -> None:
     (plan,) = desk.submit("running", [*PROMPT, 1])
     desk.submit("decoding", [9])
     desk.submit("waiting", [7])
-    (plan,) = desk.run(plan)
+    plans = desk.run(plan)
     desk.step(*(Abort(name) for name in ("running", "decoding", "waiting", "unknown")))
-    desk.run_all([plan])
+    desk.run_all(plans)
     desk.planner.step(desk.now, [Flush(1, ("device",), 0.0)])
     assert desk.free == 32 and PAGE == 4

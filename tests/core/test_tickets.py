@@ -17,7 +17,9 @@ from forebay.core.messages import (
     TransferDone,
     pack_tokens,
 )
+from forebay.core.pace import work_of
 from forebay.core.planner import Effects, Event, GridLost, GridReady
+from forebay.core.request import Phase
 from forebay.core.sampling import SamplingParams
 from forebay.core.tickets import FetchPolicy, QueryDone
 from forebay.core.transfers import WritePolicy
@@ -26,6 +28,7 @@ from tests.core.conftest import Desk, make_desk, spans
 
 PROMPT = list(range(1, 22))  # five full pages and one token
 BUSY = [50, 51]
+LATER = list(range(30, 42))
 
 
 class StoreDesk(Desk):
@@ -116,6 +119,38 @@ def test_others_pass_a_request_that_waits_for_its_ticket() -> None:
     assert effects.plan is not None and len(effects.plan.pieces) == 1
 
 
+def test_a_chunk_gives_way_to_who_came_before_it_and_fetches_for_a_moment_alone() -> None:
+    desk = store_desk()
+    issue(desk)
+    (query,) = ask(desk, "later", LATER).queries
+    assert desk.take(QueryDone(query.number, 0)).plan is None
+    due = desk.planner.next_deadline()
+    assert due is not None and desk.now < due <= desk.now + 0.25 * desk.planner.replica.pace.predict(work_of(8, 0))
+    desk.now = due
+    plan = desk.take().plan
+    assert plan is not None and spans(plan) == [(0, 8)]
+    assert desk.planner.next_deadline() != due
+
+
+def test_what_is_fetched_in_time_goes_before_the_chunk_that_came_after_it() -> None:
+    desk = store_desk()
+    ticket = issue(desk)
+    (query,) = ask(desk, "later", LATER).queries
+    assert desk.take(QueryDone(query.number, 0)).plan is None
+    ahead, chunk = progress(desk, ticket, 5).plan, desk.take().plan
+    assert ahead is not None and spans(ahead) == [(20, 21)]
+    assert chunk is not None and spans(chunk) == [(0, 8)]
+
+
+def test_nobody_gives_way_to_what_came_later() -> None:
+    desk = store_desk(max_running=1)
+    (busy,) = desk.submit("busy", BUSY, max_tokens=1)
+    (query,) = ask(desk, "first", LATER).queries
+    desk.take(QueryDone(query.number, 0))
+    issue(desk)
+    assert [spans(plan) for plan in desk.run(busy)] == [[(0, 8)]]
+
+
 def test_a_ticket_takes_host_pages_for_exactly_the_agreed_hit() -> None:
     desk = store_desk()
     ticket = issue(desk, pages=4)
@@ -173,6 +208,18 @@ def test_best_effort_waits_only_while_the_request_could_not_run_anyway() -> None
     effects = desk.take(PlanDone(1, 0, decode.number, (Sample(decode.pieces[0].slot, 9),)))
     assert effects.orders == [Cancel(1, ticket.transfer)]
     assert effects.plan is not None and len(effects.plan.loads) == 2
+
+
+def test_best_effort_keeps_its_ticket_while_there_are_no_pages_to_run_on() -> None:
+    desk = store_desk(fetch_policy=FetchPolicy.BEST_EFFORT, pages=7)
+    (busy,) = desk.submit("busy", [*range(60, 64), 1], max_tokens=12)
+    ticket = issue(desk)
+    assert desk.planner.replica.requests["a"].phase is Phase.FETCHING, "a free slot is no reason: it needs 6 pages, and 5 are to be had"
+    assert progress(desk, ticket, 3, final=False).plan is None
+    desk.abort("busy")
+    plans = desk.run(busy)
+    assert [spans(plan) for plan in plans] == [[(12, 20)]], "what is safe by now is used"
+    assert desk.planner.replica.tickets.outcomes["best_effort"] == 1
 
 
 def test_an_abort_cancels_and_frees_exactly_once_after_the_last_word() -> None:
