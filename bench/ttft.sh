@@ -6,9 +6,12 @@
 # One JSON document and one HTML report for each load go to DIRECTORY. A load that was cut off goes on from its last round when this is
 # run again, and one that is done is not measured again. LIMIT=280 stops each load after 280 s (it goes on the next time). Nothing else
 # should run meanwhile. PYTHON, MODEL, REQUESTS and REPEAT may be set in the environment.
+#
+# Every round has 32 requests unless REPEAT says otherwise: a round begins with an empty pipeline and ends with one, so that in a round
+# of 8 requests with 4 in flight more than half of them do not meet the load that is named.
 set -u
 cd "$(dirname "$0")/.."
-PYTHON=${PYTHON:-.venv/bin/python} MODEL=${MODEL:-demo} REQUESTS=${REQUESTS:-64} REPEAT=${REPEAT:-8} LIMIT=${LIMIT:-0}
+PYTHON=${PYTHON:-.venv/bin/python} MODEL=${MODEL:-demo} REQUESTS=${REQUESTS:-64} REPEAT=${REPEAT:-$((${REQUESTS:-64} / 32))} LIMIT=${LIMIT:-0}
 
 declare -A LOADS=(
     [misses]="--groups miss --pp 2 --concurrency 2"

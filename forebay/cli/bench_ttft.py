@@ -16,6 +16,7 @@ from rich.table import Table
 from forebay.bench.ttft.plan import Experiment, Group, Shape, TtftError, parse_arms, parse_groups
 from forebay.bench.ttft.report import render
 from forebay.bench.ttft.run import run
+from forebay.bench.ttft.timeline import PHASES
 from forebay.cli.errors import UserError
 from forebay.frontend.later import refuse_later
 from forebay.models.errors import ModelError
@@ -169,6 +170,8 @@ def _show(result: dict[str, Any], console: Console) -> None:
     console.print(_times(result["groups"]))
     if result["change"]:
         console.print(_changes(result["change"]))
+    if shares := [entry for entry in result["timeline"] if entry.get("phases_ms")]:
+        console.print(_phases(shares))
 
 
 def _times(groups: list[dict[str, Any]]) -> Table:
@@ -190,6 +193,18 @@ def _changes(changes: list[dict[str, Any]]) -> Table:
         against = f"{entry['route']} against {entry['baseline']}"
         interval = f"{low:+.1f} to {high:+.1f} %"
         table.add_row(entry["group"], entry["kind"], against, f"{entry['mean_pct']:+.1f} %", interval, f"{entry['p50_pct']:+.1f} %")
+    return table
+
+
+def _phases(timelines: list[dict[str, Any]]) -> Table:
+    table = Table(title="where the time of the hit of median time to first token went, ms")
+    table.add_column("it")
+    for entry in timelines:
+        table.add_column(f"{entry['route']} ({entry['group']})", justify="right")
+    table.add_column("that is")
+    for name, text in PHASES.items():
+        table.add_row(name, *(f"{entry['phases_ms'][name]:.1f}" for entry in timelines), text)
+    table.add_row("in all", *(f"{entry['ttft_ms']:.1f}" for entry in timelines), "")
     return table
 
 

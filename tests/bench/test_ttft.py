@@ -24,6 +24,7 @@ from forebay.bench.ttft.plan import (
     parse_groups,
 )
 from forebay.bench.ttft.summary import Sample
+from forebay.bench.ttft.timeline import PHASES, phases
 from forebay.settings import FetchRoute, HostMode, resolve
 
 TICKET, STAGED, OFF = Arm(FetchRoute.TICKET), Arm(FetchRoute.STAGED), Arm(FetchRoute.OFF)
@@ -184,3 +185,17 @@ def test_the_interval_covers_the_truth_about_as_often_as_it_says() -> None:
         covered += low <= -10 <= high
         assert high - low < 15, "what both share does not widen it"
     assert 34 <= covered <= 40
+
+
+def test_the_phases_of_a_hit_add_up_to_its_time_to_first_token() -> None:
+    def span(kind: str, start: float, ms: float, id: int = 0, own: bool = True) -> dict[str, object]:
+        return {"process": "", "kind": kind, "start_ms": start, "ms": ms, "id": id, "value": 0, "own": own}
+
+    spans = [
+        span("queue", 2, 20), span("query", 2, 1), span("ticket", 4, 16, 9), span("prefill", 22, 30, 5),
+        span("forward", 23, 4, 5), span("forward", 40, 6, 5), span("forward", 27, 100, 6, own=False),
+    ]  # fmt: skip
+    found = phases(spans, 55.0)
+    assert list(found) == list(PHASES)
+    assert list(found.values()) == [2, 2, 16, 2, 10, 20, 3] and sum(found.values()) == 55
+    assert phases(spans[1:], 55.0) == {}

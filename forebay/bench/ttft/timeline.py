@@ -24,6 +24,17 @@ _OF_PLAN = (
 
 Process = tuple[str, list[Span]]
 
+PHASES = {
+    "arrives": "sent, until the planner has it",
+    "asks": "the store is asked (by ticket; else each stage asks for itself)",
+    "fetches": "the ticket, until the last rank's word",
+    "is admitted": "from there until its plan is built",
+    "computes": "its own forward passes, all stages",
+    "waits": "its plan, while no stage computes it: for other requests' passes, copies, the way from stage to stage",
+    "is answered": "its token's way to the client",
+}
+"""What the time to first token of a hit is made of, in order."""
+
 
 def median_hits(started: Sequence[ArmServer], samples: Sequence[Sample]) -> list[dict[str, Any]]:
     """For each arm that has left its rings, the hit of median TTFT in the last round of one group, and the spans around it.
@@ -36,8 +47,30 @@ def median_hits(started: Sequence[ArmServer], samples: Sequence[Sample]) -> list
         hit = _median_hit([sample for sample in samples if sample.route == server.arm.name])
         if processes and hit is not None:
             spans = list(_spans(processes, hit))
-            found.append({"route": hit.route, "group": hit.group, "ttft_ms": hit.ttft_ms, "spans": spans})
+            shares = phases(spans, hit.ttft_ms)
+            found.append({"route": hit.route, "group": hit.group, "ttft_ms": hit.ttft_ms, "phases_ms": shares, "spans": spans})
     return found
+
+
+def phases(spans: Sequence[dict[str, Any]], ttft_ms: float) -> dict[str, float]:
+    """`PHASES` of the request whose ``own`` spans these are, ms; their sum is ``ttft_ms``. Empty if spans are missing."""
+    own = [span for span in spans if span["own"]]
+    queue, ticket, prefill = (next((s for s in own if s["kind"] == kind), None) for kind in ("queue", "ticket", "prefill"))
+    if queue is None or ticket is None or prefill is None:
+        return {}
+    fetched = ticket["start_ms"] + ticket["ms"]
+    computes = sum(span["ms"] for span in own if span["kind"] == "forward" and span["id"] == prefill["id"])
+    answered = prefill["start_ms"] + prefill["ms"]
+    times = (
+        queue["start_ms"],
+        ticket["start_ms"] - queue["start_ms"],
+        ticket["ms"],
+        prefill["start_ms"] - fetched,
+        computes,
+        prefill["ms"] - computes,
+        ttft_ms - answered,
+    )
+    return dict(zip(PHASES, times, strict=True))
 
 
 def _processes(directory: Path) -> list[Process]:
