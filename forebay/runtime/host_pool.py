@@ -1,16 +1,17 @@
 """Host pages (L2) of one rank: one contiguous block a page, in the order of `models.block`.
 
-The pool is a memfd: it has no name that could outlive a killed process, and a store on this machine could be handed it.
+The pool is a memfd: it has no name that could outlive a killed process, and a store on this machine is lent it, to copy straight out
+of.
 """
 
 import mmap
-import os
 
 import torch
 from torch import Tensor
 
 from forebay.models.kv import KVPool
 from forebay.models.kv_format import SCALE_DTYPE
+from forebay.store.client.lent import Lent, lendable
 
 
 class HostPool:
@@ -20,9 +21,10 @@ class HostPool:
         self.pages = pages
         self.block_bytes = device_pool.block.size
         size = pages * self.block_bytes
-        self.fd = os.memfd_create("forebay-host", os.MFD_CLOEXEC)
-        os.ftruncate(self.fd, size)
-        memory = mmap.mmap(self.fd, size) if pages else bytearray()  # nothing cannot be mapped
+        self.lent: Lent | None = None
+        memory: mmap.mmap | bytearray = bytearray()
+        if pages:  # nothing cannot be mapped
+            self.lent, memory = lendable("forebay-host", size)
         self._bytes = memoryview(memory)
         flat = torch.frombuffer(memory, dtype=torch.uint8) if pages else torch.empty(0, dtype=torch.uint8)
         self._codes, self._scales = _views(device_pool, flat.view(pages, self.block_bytes))

@@ -10,7 +10,7 @@ import time
 import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from queue import SimpleQueue
 
 from forebay.core.messages import StoreHealth
@@ -25,6 +25,7 @@ from forebay.store.backends.grouped import GroupedStore
 from forebay.store.backends.guarded import GuardedStore, WatchedStore
 from forebay.store.backends.open import StoreURLError, open_store
 from forebay.store.breaker import State
+from forebay.store.client.lent import Lent
 
 QUERY_THREADS = 2
 LOOK_S = 2.0
@@ -42,10 +43,11 @@ class StoreCleared:
 
 @dataclass(frozen=True, slots=True)
 class StoreAddress:
-    """What a rank needs to open the store: ``secret`` is None where there is none."""
+    """What a rank needs to open the store: ``secret`` is None where there is none; ``lent``: its host pages."""
 
     url: str
     secret: str | None
+    lent: Lent | None = None
 
 
 class StoreDesk:
@@ -187,7 +189,7 @@ def _guarded(address: StoreAddress, who: str, meter: Meter) -> WatchedStore:
     if len(masters) > 1:
         with ThreadPoolExecutor(len(masters)) as threads:
             opened = threads.map(
-                lambda name: _guarded_one(StoreAddress(masters[name], address.secret), f"{who}, {name}", meter, patient=False), masters
+                lambda name: _guarded_one(replace(address, url=masters[name]), f"{who}, {name}", meter, patient=False), masters
             )
             return GroupedStore(dict(zip(masters, opened, strict=True)))
     return _guarded_one(address, who, meter, patient=True)
@@ -195,7 +197,7 @@ def _guarded(address: StoreAddress, who: str, meter: Meter) -> WatchedStore:
 
 def _guarded_one(address: StoreAddress, who: str, meter: Meter, *, patient: bool) -> GuardedStore:
     def opened() -> PageStore:
-        store = open_store(address.url, secret=address.secret, patient=patient)
+        store = open_store(address.url, secret=address.secret, patient=patient, lent=address.lent)
         assert store is not None
         return MeteredStore(store, meter)
 

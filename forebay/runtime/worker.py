@@ -111,7 +111,7 @@ class Worker:
         boot = self._boot
         if boot.store_url is None:
             return None
-        store = open_for_rank(StoreAddress(boot.store_url, boot.store_secret), boot.rank, self._meter)
+        store = open_for_rank(StoreAddress(boot.store_url, boot.store_secret, ready.host.lent), boot.rank, self._meter)
         self._io.store_health = lambda: store.figures
         own = Layout.of(loaded.config, boot.pp, boot.tp)
         block = loaded.block

@@ -105,6 +105,7 @@ class ServerTarget:
             feed(connection, transport, encode(auth.hello(connection._challenge, self._role, tenant, b"")), None)
             if isinstance(connection.state, Peer):
                 connection.state.staging = memoryview(bytearray(STAGING_BYTES))
+                connection.state.lent = memoryview(bytes(STAGING_BYTES))
         feed(connection, transport, data, cut)
         for _ in range(3):
             await asyncio.sleep(0)

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from forebay.store import AsyncStoreClient, Status, StoreClient
+from forebay.store.client.holders import LocalChannel
+from forebay.store.client.lent import Lent, lendable
 from forebay.store.client.prefetcher import PrefetchOptions
 from forebay.store.holder.writer import Fsync
 from forebay.store.master.records import MasterConfig
@@ -371,3 +373,33 @@ def test_promotion_on_hit_admits_what_is_read_again(tmp_path: Path) -> None:
         assert wrong(client, cold[:1]) == []
         wait_for(lambda: MEMORY in client.tiers(cold[:1])[0])
         assert wrong(client, cold[:1]) == []
+
+
+def test_lent_memory_is_read_by_the_holder_itself(nodes: Cluster) -> None:
+    nodes.holder(dram=64 * MIB)
+    lent, memory = lendable("test", 32 * MIB)
+    pages = [memoryview(memory)[index * MIB : (index + 1) * MIB] for index in range(20)]  # more than are pointed out at a time
+    keys = [b"lent-%d" % index for index in range(len(pages))]
+    for key, page in zip(keys, pages, strict=True):
+        page[:] = value(key)
+    with StoreClient.connect(nodes.url, lent=lent) as client:
+        assert client.put_from(keys, pages) == [Status.OK] * len(keys)
+        assert not wrong(client, keys)
+        (peer,) = client.masters[0]._holders._peers.values()
+        (channel,) = peer.pool._idle
+        assert isinstance(channel, LocalChannel) and not channel.staging.any(), "nothing went through the memory between them"
+        assert client.put_from([b"x", b"y"], [pages[0], value(b"y")]) == [Status.OK] * 2, "one of them is not lent"
+        assert client.get(b"x") == value(keys[0]) and client.get(b"y") == value(b"y")
+    os.close(lent.fd)
+
+
+def test_memory_that_may_shrink_is_not_taken(nodes: Cluster) -> None:
+    nodes.holder()
+    fd = os.memfd_create("test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, MIB)
+    with StoreClient.connect(nodes.url, lent=Lent(fd, 0, MIB)) as client:
+        keys = fill(client, 2)
+        assert not wrong(client, keys)
+        (peer,) = client.masters[0]._holders._peers.values()
+        assert peer.segment is None, "the holder did not let it in, so it went by TCP"
+    os.close(fd)

@@ -32,6 +32,7 @@ from forebay.runtime.copy_engine import CopyEngine
 from forebay.runtime.host_pool import HostPool
 from forebay.runtime.layouts import Layout, Manifest
 from forebay.runtime.page_reader import PageReader
+from forebay.runtime.store_access import StoreAddress, open_for_rank
 from forebay.settings import DType, KvDType, Settings
 from forebay.store.backend import PutItem, Status
 from forebay.store.backends.embedded import EmbeddedStore
@@ -65,7 +66,8 @@ class _Rank:
         self.saved = threading.Event()
         self.engine = CopyEngine(self.device, self.host, SpanRing("bench"), Meter(), lambda transfer, pages: self.saved.set())
         block = self.device.block
-        self.store = EmbeddedStore(directory / "copies", dram=6 * PAGES * block.size, ssd=16 * PAGES * block.size)
+        self._process = EmbeddedStore(directory / "copies", dram=6 * PAGES * block.size, ssd=16 * PAGES * block.size)
+        self.store = open_for_rank(StoreAddress(self._process.url, self._process.secret, self.host.lent), 0, Meter())
         own = Layout.of(config, settings.pp, settings.tp)
         manifest = Manifest(self.store, b"bench tiers", own)
         self.part = manifest.name(block.part)
@@ -76,6 +78,7 @@ class _Rank:
     def close(self) -> None:
         self.engine.stop()
         self.store.close()
+        self._process.close()
 
     def _touch(self) -> None:
         """Every page is there before anything is measured."""

@@ -9,6 +9,7 @@ from forebay.store.backend import PageStore
 from forebay.store.backends.directory import DirectoryStore
 from forebay.store.backends.embedded import DEFAULT_DRAM, DEFAULT_SSD, EmbeddedStore, default_directory
 from forebay.store.backends.forebay import ForebayStore
+from forebay.store.client.lent import Lent
 from forebay.store.client.prefetcher import PrefetchOptions
 from forebay.store.client.store import StoreClient
 from forebay.store.wire.tls import TlsError
@@ -23,8 +24,10 @@ class StoreURLError(ValueError):
     """One line: what was given, what is allowed, what to do."""
 
 
-def open_store(url: str, tenant: str = "default", secret: str | Path | None = None, patient: bool = True) -> PageStore | None:
-    """The store that ``url`` names; None for ``none``. ``patient`` as for `StoreClient.connect`.
+def open_store(
+    url: str, tenant: str = "default", secret: str | Path | None = None, patient: bool = True, lent: Lent | None = None
+) -> PageStore | None:
+    """The store that ``url`` names; None for ``none``. ``patient`` and ``lent`` as for `StoreClient.connect`.
 
     Raises ``StoreURLError``, also if the store does not answer.
     """
@@ -40,7 +43,9 @@ def open_store(url: str, tenant: str = "default", secret: str | Path | None = No
             sizes = _sizes(query, {"size": DEFAULT_FILE_BYTES, "free": DEFAULT_FREE_BYTES})
             return DirectoryStore(Path(name.removeprefix("file:")), sizes["size"], sizes["free"])
         if name.startswith(("forebay://", "forebay+tls://")):
-            return ForebayStore(StoreClient.connect(url, tenant, secret, prefetch=PrefetchOptions(enabled=True), patient=patient))
+            return ForebayStore(
+                StoreClient.connect(url, tenant, secret, prefetch=PrefetchOptions(enabled=True), patient=patient, lent=lent)
+            )
     except (AddressError, TlsError, OSError) as error:
         raise StoreURLError(f"store {url!r}: {error}; allowed: {_FORMS}; --store none does without") from error
     raise StoreURLError(f"{url!r} is no store; allowed: {_FORMS}")

@@ -17,6 +17,7 @@ import numpy as np
 
 from forebay.store.address import Address, this_machine
 from forebay.store.client.channel import Channel, ChannelError
+from forebay.store.client.lent import Lent
 from forebay.store.holder.segment import MappedSegment
 from forebay.store.wire import auth
 from forebay.store.wire.frames import PREFIX, FrameError, decode_opening, encode, read_prefix
@@ -72,10 +73,11 @@ class Pool:
 
 
 class LocalChannel(Channel):
-    """A channel through the holder's door, with the staging memory that was handed over."""
+    """A channel through the holder's door, with the staging memory that was handed over, and what else this process lends."""
 
-    def __init__(self, connected: socket.socket) -> None:
+    def __init__(self, connected: socket.socket, lent: Lent | None = None) -> None:
         super().__init__(connected)
+        self.lent = lent
         self._fd = os.memfd_create("forebay-staging", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(self._fd, STAGING_BYTES)
         fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
@@ -85,13 +87,13 @@ class LocalChannel(Channel):
         self.segment_bytes = 0
 
     @classmethod
-    def enter(cls, name: str, tenant: str, secret: bytes, deadline: float) -> "LocalChannel":
+    def enter(cls, name: str, tenant: str, secret: bytes, deadline: float, lent: Lent | None = None) -> "LocalChannel":
         """Through the door ``name``; ``segment_fd`` is then the caller's to close. Raises ``ChannelError``, ``TimeoutError``."""
         door = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         try:
             door.settimeout(max(0.001, deadline - time.monotonic()))
             door.connect("\0" + name)
-            channel = cls(door)
+            channel = cls(door, lent)
         except OSError as error:
             door.close()
             raise ChannelError(f"door {name}: {error}") from error
@@ -108,7 +110,7 @@ class LocalChannel(Channel):
             raise ChannelError("the holder sent no challenge")
         hello = auth.hello(given, Role.CLIENT, tenant, secret)
         try:
-            socket.send_fds(self._socket, [encode(hello)], [self._fd])
+            socket.send_fds(self._socket, [encode(hello)], [self._fd] if self.lent is None else [self._fd, self.lent.fd])
             self._set_timeout(deadline, send=False)
             data, fds, _, _ = socket.recv_fds(self._socket, 4096, 1)
         except OSError as error:
@@ -148,11 +150,13 @@ class LocalChannel(Channel):
 class HolderPeer:
     """One incarnation of one holder. ``segment`` is set if its memory is mapped here."""
 
-    def __init__(self, entry: HolderEntry, tenant: str, secret: bytes, tls: ssl.SSLContext | None, *, local: bool) -> None:
+    def __init__(
+        self, entry: HolderEntry, tenant: str, secret: bytes, tls: ssl.SSLContext | None, lent: Lent | None, *, local: bool
+    ) -> None:
         self.entry = entry
         self.number = entry.number
         self.segment: MappedSegment | None = None
-        self._tenant, self._secret, self._tls = tenant, secret, tls
+        self._tenant, self._secret, self._tls, self._lent = tenant, secret, tls, lent
         self._lock = threading.Lock()
         self._door_open = local
         self.pool = Pool(self._connect)
@@ -173,7 +177,7 @@ class HolderPeer:
     def _connect(self, deadline: float) -> Channel:
         if self._door_open:
             try:
-                channel = LocalChannel.enter(self.entry.unix, self._tenant, self._secret, deadline)
+                channel = LocalChannel.enter(self.entry.unix, self._tenant, self._secret, deadline, self._lent)
             except ChannelError:
                 self._door_open = False  # then by TCP like everyone
             else:
@@ -188,9 +192,16 @@ class Holders:
     """The holders of one master, by number. ``ask`` fetches the master's table."""
 
     def __init__(
-        self, tenant: str, secret: bytes, tls: ssl.SSLContext | None, ask: Callable[[float], HolderTable], *, allow_local: bool
+        self,
+        tenant: str,
+        secret: bytes,
+        tls: ssl.SSLContext | None,
+        ask: Callable[[float], HolderTable],
+        *,
+        allow_local: bool,
+        lent: Lent | None = None,
     ) -> None:
-        self._tenant, self._secret, self._tls, self._ask = tenant, secret, tls, ask
+        self._tenant, self._secret, self._tls, self._ask, self._lent = tenant, secret, tls, ask, lent
         self._machine = this_machine() if allow_local else ""
         self._lock = threading.Lock()
         self._peers: dict[int, HolderPeer] = {}
@@ -231,7 +242,7 @@ class Holders:
                 if peer is not None:
                     stale.append(peer)
                 local = bool(entry.unix) and entry.machine == self._machine
-                peers[entry.number] = HolderPeer(entry, self._tenant, self._secret, self._tls, local=local)
+                peers[entry.number] = HolderPeer(entry, self._tenant, self._secret, self._tls, self._lent, local=local)
             self._epoch, self._peers = table.epoch, peers
         for peer in stale:
             peer.close()

@@ -17,6 +17,7 @@ from forebay.store.backend import Status
 from forebay.store.client.channel import Bytes, Channel, ChannelError
 from forebay.store.client.gets import Reader, Want, locate
 from forebay.store.client.holders import Holders, Pool
+from forebay.store.client.lent import Lent
 from forebay.store.client.prefetcher import Prefetcher, PrefetchOptions
 from forebay.store.client.puts import Gift, Putter
 from forebay.store.holder.segment import as_bytes
@@ -81,11 +82,12 @@ class OneMaster:
         allow_local: bool = True,
         prefetch: PrefetchOptions | None = None,
         tls: ssl.SSLContext | None = None,
+        lent: Lent | None = None,
     ) -> None:
         self.timeout_s = timeout_s
         self.prefetcher = Prefetcher(prefetch or PrefetchOptions(), self._query, self._delegate)
         self._master = Pool(lambda deadline: Channel.connect(master, tenant, secret, deadline, tls))
-        self._holders = Holders(tenant, secret, tls, self._ask_holders, allow_local=allow_local)
+        self._holders = Holders(tenant, secret, tls, self._ask_holders, allow_local=allow_local, lent=lent)
         self._down_until = 0.0
         self._suspect = False
         self._stale: dict[bytes, float] = {}

@@ -21,6 +21,7 @@ from typing_extensions import Buffer
 from forebay.store.address import Address, StoreUrl
 from forebay.store.backend import Status
 from forebay.store.client.channel import ChannelError
+from forebay.store.client.lent import Lent
 from forebay.store.client.one_master import OneMaster
 from forebay.store.client.prefetcher import PrefetchCounters, PrefetchOptions
 from forebay.store.rendezvous import place_of
@@ -63,11 +64,12 @@ class StoreClient:
         prefetch: PrefetchOptions | None = None,
         tls: ssl.SSLContext | None = None,
         patient: bool = True,
+        lent: Lent | None = None,
     ) -> None:
         self.timeout_s = timeout_s
         self._patient = patient and len(masters) == 1
         self.masters = tuple(
-            OneMaster(master, tenant, secret, timeout_s=timeout_s, allow_local=allow_local, prefetch=prefetch, tls=tls)
+            OneMaster(master, tenant, secret, timeout_s=timeout_s, allow_local=allow_local, prefetch=prefetch, tls=tls, lent=lent)
             for master in masters
         )
         self._names = [str(master).encode() for master in masters]
@@ -84,13 +86,15 @@ class StoreClient:
         allow_local: bool = True,
         prefetch: PrefetchOptions | None = None,
         patient: bool = True,
+        lent: Lent | None = None,
     ) -> Self:
         """A client of ``forebay://HOST:PORT[,HOST:PORT...]``, or of ``forebay+tls://HOST:PORT[,...][?ca=FILE]`` for TLS wherever TCP
         is used.
 
         ``secret``: the tenant's, or the path of a secret file. ``timeout_s`` bounds each call. ``allow_local`` False: never map a
         holder's memory, use TCP as from another machine. ``prefetch``: what probes with the hint do; nothing by default. ``patient``:
-        calls wait for a single master that is away, to the end of their time; of several none is ever waited for like that.
+        calls wait for a single master that is away, to the end of their time; of several none is ever waited for like that. ``lent``:
+        memory that a holder on this machine reads for itself when it is put; it must stay for as long as this client.
 
         Raises ``AddressError`` for a bad URL, ``TlsError`` for a bad ``ca``, and ``ConnectionError`` if no master answers there.
         """
@@ -106,6 +110,7 @@ class StoreClient:
             prefetch=prefetch,
             tls=client_context(where.ca) if where.tls else None,
             patient=patient,
+            lent=lent,
         )
         try:
             client._reach_one(timeout_s)

@@ -81,11 +81,13 @@ class Receipt:
 
 @dataclass(slots=True)
 class Peer:
-    """State of one connection. ``entries``: what is being written through it, None where it was refused."""
+    """State of one connection. ``entries``: what is being written through it, None where it was refused; ``lent``: memory of
+    the client's that is only read."""
 
     call: int = 0
     entries: list[Entry | None] = field(default_factory=list)
     staging: memoryview | None = None
+    lent: memoryview | None = None
     reading: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(READS_PER_CONNECTION))
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
@@ -211,17 +213,17 @@ class DataServer:
 
     async def _copy_in(self, connection: Connection, message: CopyIn) -> None:
         peer = _peer(connection)
-        staging = peer.staging
+        memory = peer.lent if message.lent else peer.staging
         entries: list[Entry | None] = []
         jobs: list[tuple[Entry, memoryview, memoryview]] = []
         for piece, at in zip(message.pieces, message.at, strict=True):
             entry = None
-            if staging is not None and at >= 0 and at + piece.length <= len(staging):
+            if memory is not None and at >= 0 and at + piece.length <= len(memory):
                 entry = self._begin(connection, piece)
                 if entry is not None:
                     entry.busy = True
                     target = self._keeper.segment.data(entry.offset, entry.length)
-                    jobs.append((entry, staging[at : at + piece.length], target))
+                    jobs.append((entry, memory[at : at + piece.length], target))
             entries.append(entry)
         good = await asyncio.get_running_loop().run_in_executor(None, _copy_checked, jobs)
         for entry, _, _ in jobs:

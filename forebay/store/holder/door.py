@@ -1,6 +1,8 @@
 """The Unix door: where a client on the same machine proves itself, hands over its staging memory and gets the segment, read-only.
 
-    holder -> Challenge     client -> Hello + [staging memfd, sealed against shrinking]     holder -> Welcome + [segment memfd]
+    holder -> Challenge     client -> Hello + [staging memfd, maybe a lent one]     holder -> Welcome + [segment memfd]
+
+What a client hands over is sealed against shrinking. The holder writes to staging memory alone; lent memory it only reads.
 
 Afterwards the same socket speaks the holder's ordinary frames. The socket is abstract: it lives in no directory. Whoever has the
 segment can read every tenant's bytes, so a holder that serves several tenants opens no door.
@@ -30,6 +32,7 @@ from forebay.store.wire.frames import (
 from forebay.store.wire.messages import Hello, Refused
 
 MAX_STAGING_BYTES = 1 << 30
+MAX_LENT_BYTES = 1 << 44
 
 
 class Door:
@@ -69,10 +72,10 @@ class Door:
         descriptors: list[int] = []
         try:
             async with asyncio.timeout(OPENING_S):
-                hello, staging = await self._exchange(peer, descriptors)
+                hello, state = await self._exchange(peer, descriptors)
             self._numbers -= 1
             connection = Connection(self._server, self._numbers, self._registry, opened=hello)
-            connection.state = Peer(staging=staging)
+            connection.state = state
             await asyncio.get_running_loop().connect_accepted_socket(lambda: connection, peer)
         except (OSError, TimeoutError, FrameError, auth.AuthError, asyncio.CancelledError) as error:
             with contextlib.suppress(OSError):
@@ -84,7 +87,7 @@ class Door:
             for fd in descriptors:
                 os.close(fd)
 
-    async def _exchange(self, peer: socket.socket, descriptors: list[int]) -> tuple[Hello, memoryview | None]:
+    async def _exchange(self, peer: socket.socket, descriptors: list[int]) -> tuple[Hello, Peer]:
         given = auth.challenge()
         peer.send(encode(given))
         await _readable(peer)
@@ -99,22 +102,23 @@ class Door:
         self._server.admit(given, hello)
         if not self._secrets and not _same_user(peer):
             raise auth.AuthError("another user's process; give the store a secret")
-        staging = _map_staging(received[0]) if received else None
+        staging = _mapped(received[0], MAX_STAGING_BYTES, mmap.PROT_READ | mmap.PROT_WRITE) if received else None
+        lent = _mapped(received[1], MAX_LENT_BYTES, mmap.PROT_READ) if len(received) > 1 else None
         answer = auth.welcome(given, hello, self._secrets, self._server.epoch, self._segment.capacity)
         socket.send_fds(peer, [encode(answer)], [self._segment.fd])
-        return hello, staging
+        return hello, Peer(staging=staging, lent=lent)
 
 
-def _map_staging(fd: int) -> memoryview:
+def _mapped(fd: int, at_most: int, access: int) -> memoryview:
     """Raises ``FrameError`` unless it is a memfd that its owner can no longer shrink under us (that would be a SIGBUS)."""
     try:
         sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
     except OSError as error:
-        raise FrameError("staging memory must be a memfd") from error
+        raise FrameError("memory that is handed over must be a memfd") from error
     size = os.fstat(fd).st_size
-    if not sealed or not 0 < size <= MAX_STAGING_BYTES:
-        raise FrameError(f"staging memory of {size} bytes, sealed: {bool(sealed)}; at most {MAX_STAGING_BYTES}, sealed")
-    return memoryview(mmap.mmap(fd, size))
+    if not sealed or not 0 < size <= at_most:
+        raise FrameError(f"memory of {size} bytes, sealed: {bool(sealed)}; at most {at_most}, sealed")
+    return memoryview(mmap.mmap(fd, size, prot=access))
 
 
 def _same_user(peer: socket.socket) -> bool:

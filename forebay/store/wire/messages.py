@@ -524,11 +524,12 @@ class Check(_Message, frozen=True):
 
 
 class CopyIn(_Message, frozen=True):
-    """Local put: the bytes lie in the staging memory handed over at the start, at ``at``. Answer: ``Codes``."""
+    """Local put: the bytes lie in the staging memory handed over at the start, or in the ``lent`` one, at ``at``. Answer: ``Codes``."""
 
     call: int
     pieces: list[Piece]
     at: list[Natural]
+    lent: bool = False
 
 
 class CopyOut(_Message, frozen=True):
