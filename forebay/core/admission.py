@@ -22,7 +22,6 @@ def admit(replica: Replica, now: float) -> None:
     """
     cache = replica.cache
     assert cache is not None
-    replica.gives_way_until = None
     one_fetches = False
     for request in _candidates(replica):
         if len(replica.running) >= replica.config.max_running or any(other.suspect for other in replica.running):

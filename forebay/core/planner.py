@@ -150,6 +150,7 @@ class Planner:
     def step(self, now: float, events: Sequence[Event] = ()) -> Effects:
         """Take ``events`` in order and decide. ``now``: monotonic seconds. Events of other epochs are dropped (rule R1)."""
         effects = self._effects = Effects()
+        self.replica.gives_way_until = None  # nobody waits for that where nobody is admitted
         for event in events:
             self._take(now, event)
         if self.state is GridState.READY:

@@ -132,6 +132,19 @@ def test_a_chunk_gives_way_to_who_came_before_it_and_fetches_for_a_moment_alone(
     assert desk.planner.next_deadline() != due
 
 
+def test_what_gives_way_asks_for_no_step_while_nobody_is_admitted() -> None:
+    """Or the planner's loop would spin until the flush is done."""
+    desk = store_desk()
+    desk.submit("busy", BUSY)
+    issue(desk)
+    (query,) = ask(desk, "later", LATER).queries
+    desk.take(QueryDone(query.number, 0))
+    assert desk.planner.replica.gives_way_until is not None
+    desk.now += 1.0
+    desk.take(Flush(1, ("device",), 30.0))
+    assert desk.planner.next_deadline() == desk.now + 30.0
+
+
 def test_what_is_fetched_in_time_goes_before_the_chunk_that_came_after_it() -> None:
     desk = store_desk()
     ticket = issue(desk)
