@@ -8,7 +8,7 @@
 # should run meanwhile. PYTHON, MODEL, REQUESTS and REPEAT may be set in the environment.
 #
 # Every round has 32 requests unless REPEAT says otherwise: a round begins with an empty pipeline and ends with one, so that in a round
-# of 8 requests with 4 in flight more than half of them do not meet the load that is named.
+# of 8 requests with 4 in flight more than half of them do not meet the load that is named. One at a time there is nothing to fill.
 set -u
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-.venv/bin/python} MODEL=${MODEL:-demo} REQUESTS=${REQUESTS:-64} REPEAT=${REPEAT:-$((${REQUESTS:-64} / 32))} LIMIT=${LIMIT:-0}
@@ -18,7 +18,7 @@ declare -A LOADS=(
     [mixed-pp4]="--groups mixed --pp 4 --concurrency 4"
     [chunk-256]="--groups mixed --pp 2 --concurrency 8 --chunk-size 256"
     [mixed-pp2]="--groups mixed --pp 2 --concurrency 2"
-    [one-at-a-time]="--groups miss,mixed,hit --pp 2 --concurrency 1"
+    [one-at-a-time]="--groups miss,mixed,hit --pp 2 --concurrency 1 --repeat 8"
     [published-pairing]="--groups mixed --pp 4 --concurrency 4 --routes ticket:staging,staged:cache"
     [open-70]="--groups mixed --pp 2 --utilisation 0.7"
 )
@@ -32,9 +32,9 @@ done
 mkdir -p "$out" || exit 2
 status=0
 for load in ${*:-$ORDER}; do
-    echo "== $load: forebay bench ttft $MODEL ${LOADS[$load]} --requests $REQUESTS --repeat $REPEAT"
+    echo "== $load: forebay bench ttft $MODEL --requests $REQUESTS --repeat $REPEAT ${LOADS[$load]}"
     # shellcheck disable=SC2086  # the options are words
-    timeout --signal=INT --kill-after=60 "$LIMIT" "$PYTHON" -m forebay.cli bench ttft "$MODEL" ${LOADS[$load]} \
-        --requests "$REQUESTS" --repeat "$REPEAT" --resume --output "$out/$load.json" --html "$out/$load.html" || status=$?
+    timeout --signal=INT --kill-after=60 "$LIMIT" "$PYTHON" -m forebay.cli bench ttft "$MODEL" \
+        --requests "$REQUESTS" --repeat "$REPEAT" ${LOADS[$load]} --resume --output "$out/$load.json" --html "$out/$load.html" || status=$?
 done
 exit $status
