@@ -22,7 +22,7 @@ def test_effects_are_written_below_their_command_and_old_ones_go() -> None:
     assert rewrite(written, new_stage) == written
 
 
-@pytest.mark.parametrize("line", ["submit a 1..4", "replica pp=1\nfly", "replica pp=1\ndone 7"])
+@pytest.mark.parametrize("line", ["submit a 1..4", "replica pp=1\nfly", "replica pp=1\ndone 7", "store\nlogged h a"])
 def test_a_command_that_means_nothing_is_named_with_its_line(line: str) -> None:
     with pytest.raises(ScriptError, match=rf"line {line.count(chr(10)) + 1}"):
         rewrite(line, new_stage)
