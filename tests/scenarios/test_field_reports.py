@@ -53,3 +53,11 @@ def test_what_holds_it_exists(report: str) -> None:
         path, _, name = reference.partition("::")
         assert (ROOT / path).is_file(), f"{path} is not there"
         assert not name or name in names(ROOT / path), f"{path} has no {name}"
+
+
+@pytest.mark.parametrize("report", rows())
+def test_it_is_a_scenario_or_the_property_that_prevents_it_is_named(report: str) -> None:
+    held = rows()[report]
+    words = re.sub(r"`[^`]*`|[^a-z ]", "", held).split()
+    said = len(words) >= 4 or re.search(r"\bas [A-Z]\d+", held)
+    assert "`tests/scenarios/" in held or said, "say in words why it cannot happen, or write it as a scenario"
