@@ -13,10 +13,12 @@ from forebay.store.wire.messages import Bury, Codes, Forget, Grave
 
 
 class Digger:
-    """Collects the graves of one request, then sends them all at once."""
+    """Collects the graves of one request, then sends them all at once. ``_gone``: up to which generation each key is gone once the
+    request is answered, and whether puts of it that were given up matter too."""
 
     def __init__(self, state: State) -> None:
         self._state = state
+        self._gone: dict[tuple[str, bytes], tuple[int, bool]] = {}
         self._by_holder: dict[int, list[Grave]] = {}
         self._for_unheard: list[Grave] = []
 
@@ -26,8 +28,14 @@ class Digger:
         holders |= {replica.holder.number: replica.holder for replica in object.ssd}
         for holder in holders.values():
             self.bury_at(holder, Grave(object.tenant.name, object.key, object.generation, exact))
+        if not exact:
+            self._gone[object.tenant.name, object.key] = (object.generation, True)
         if not exact and self._state.unheard:
             self._for_unheard.append(Grave(object.tenant.name, object.key, object.generation))
+
+    def supersede(self, object: Object) -> None:
+        """``object`` is stored where nothing was: what was there before may not come back."""
+        self._gone[object.tenant.name, object.key] = (object.generation - 1, False)
 
     def bury_at(self, holder: Holder, grave: Grave) -> None:
         self._by_holder.setdefault(holder.number, []).append(grave)
@@ -35,8 +43,12 @@ class Digger:
     def send(self, session: int, call: int | None, codes: bytes, delivers: str = "") -> None:
         """Start the burial; its answer (none if ``call`` is None) goes out once all is logged, at once if nothing need be."""
         state = self._state
+        if state.burials and self._gone:
+            self._overtake()
         delivered = [grave for graves in self._by_holder.values() for grave in graves] if delivers else []
         burial = Burial(session, call, codes, {}, delivers, delivered)
+        burial.places |= {(grave.tenant, grave.key) for graves in self._by_holder.values() for grave in graves}
+        burial.places |= {(grave.tenant, grave.key) for grave in self._for_unheard}
         number = state.new_number()
         state.burials[number] = burial
         for holder_number, graves in self._by_holder.items():
@@ -44,6 +56,25 @@ class Digger:
         for name in state.unheard if self._for_unheard else ():
             _keep(state, number, burial, name, self._for_unheard)
         _finish_if_done(state, number, burial)
+
+    def _overtake(self) -> None:
+        """A holder that has yet to log an earlier removal of a key still has it alive, and would bring it back to a new master: so it
+        must have logged this one too before it is answered."""
+        state = self._state
+        told = {number: {*graves} for number, graves in self._by_holder.items()}
+        for burial in state.burials.values():
+            if burial.places.isdisjoint(self._gone):
+                continue
+            for number, graves in burial.missing.values():
+                for grave in graves:
+                    generation, all_of_it = self._gone.get((grave.tenant, grave.key), (0, False))
+                    newer = Grave(grave.tenant, grave.key, generation, behalf=grave.behalf)
+                    if generation < grave.generation or newer in told.get(number, ()) or (grave.exact and not all_of_it):
+                        continue
+                    told.setdefault(number, set()).add(newer)
+                    self.bury_at(state.holders[number], newer)
+                    if grave.behalf:
+                        learn(state, [newer])
 
 
 def may_bury(state: State, object: Object) -> bool:

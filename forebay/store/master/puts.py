@@ -231,6 +231,8 @@ def _commit(state: State, now: float, put: Put, written: tuple[int, ...], digger
     if known is not None:
         digger.bury(known)
         unlist(state, now, known)
+    elif state.burials:
+        digger.supersede(object)
     tenant.objects[object.key] = object
     for replica in good:
         move(replica, Cause.COMMIT)

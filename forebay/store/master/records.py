@@ -301,7 +301,7 @@ class Burial:
     """Removals on their way into logs. ``missing``: number of a Bury -> (holder number, graves), until it is Buried.
 
     The answer (if ``call`` is not None) goes out when nothing is missing. ``delivers``: the returned holder whose
-    graves these are.
+    graves these are. ``places``: tenants and keys that it is about.
     """
 
     session: int
@@ -310,6 +310,7 @@ class Burial:
     missing: dict[int, tuple[int, list[Grave]]]
     delivers: str = ""
     delivered: list[Grave] = field(default_factory=list)
+    places: set[tuple[str, bytes]] = field(default_factory=set)
 
 
 @dataclass(slots=True)
