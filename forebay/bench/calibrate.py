@@ -1,8 +1,9 @@
 """`forebay simulate --calibrate`: a short real run on this machine, fitted into a cluster file for the simulator.
 
-The engine runs prompts one at a time with nothing cached, decodes, and the same prompts again out of the store, with two stages of one
-thread. Spans of all processes say how long each forward, copy, fetch and query took; what a plan took beyond its forwards is shared out
-over its messages. The file's SSD is measured with writes and reads of a scratch file past the page cache.
+The engine runs prompts one at a time with nothing cached, decodes, prompts at the same time, and the first prompts again out of the
+store, with two stages of one thread. Spans of all processes say how long each forward, copy, fetch and query took; what a plan took
+beyond its forwards is shared out over its messages; what two stages cost each other is how much longer their forwards took, over the
+time for which they overlapped. The file's SSD is measured with writes and reads of a scratch file past the page cache.
 
     t(piece of x tokens after L) = a x (x + 2 L) + b x + c      a decode at context L: c + d + e L      least squares, relative
 """
@@ -32,6 +33,7 @@ PROMPTS = (512, 1024, 2048, 512, 1024, 2048)
 DECODE_CONTEXTS = (256, 1536)
 DECODES = 16
 BATCH = 4
+TOGETHER, TOGETHER_TOKENS = 4, 1024
 FIRST_TOKEN = 300
 DISK_BYTES, DISK_BLOCK = 128 << 20, 4 << 20
 
@@ -64,6 +66,7 @@ def calibrate(model: str, say: Callable[[str], None]) -> str:
         read_gb_s, write_gb_s = _disk(directory)
     plans = _plans(spans, expected)
     dials = _fit(plans) | _links(spans, config, plans) | {"store.ssd_read_gb_s": read_gb_s, "store.ssd_write_gb_s": write_gb_s}
+    dials["forward.contention"] = _contention(spans, plans, len(expected))
     dials["network.frontend_s"] = max(statistics.median(ttft_s) - statistics.median(_alone(plans)), 0.0)
     return _file(config, dials)
 
@@ -98,6 +101,7 @@ def _run(model: str, config: ModelConfig, directory: Path) -> tuple[list[tuple[i
             llm.generate([prompt(context)], many)
             expected += [*chunks(context), *((context + index, 1, 1) for index in range(DECODES - 1))]
         llm.generate([prompt(PAGE) for _ in range(BATCH)], many)
+        llm.generate([prompt(TOGETHER_TOKENS) for _ in range(TOGETHER)], one)
         llm.flush_cache()
         for each in prompts:
             llm.generate([each], one)
@@ -145,6 +149,29 @@ def _fit(plans: Sequence[_Plan]) -> dict[str, float]:
     relative = np.abs(np.array(rows) @ values / np.array(seconds) - 1)
     dials["forward.jitter"] = min(float(np.median(relative)), 0.5)
     return dials
+
+
+def _contention(spans: dict[str, list[Span]], plans: Sequence[_Plan], alone: int) -> float:
+    """How much slower a stage goes while the other computes too. ``alone``: plans before those that ran together."""
+    built = sorted((span for span in spans["planner"] if span.kind == SpanKind.PLAN), key=lambda span: span.id)
+    wanted = TOGETHER * TOGETHER_TOKENS // CHUNK
+    together = {span.id for span in [span for span in built[alone:] if span.value == CHUNK][:wanted]}
+    passes: list[list[tuple[int, int]]] = [[], []]
+    for rank in range(PP):
+        for span in spans[f"rank {rank}"]:
+            if span.kind in (SpanKind.FORWARD, SpanKind.SAMPLE) and span.id in together:
+                passes[rank].append((span.start_ns, span.start_ns + span.duration_ns))
+    pairs = [(one, other) for one in passes[0] for other in passes[1]]
+    overlap_s = 2e-9 * sum(max(min(one[1], other[1]) - max(one[0], other[0]), 0) for one, other in pairs)
+    took_s = 1e-9 * sum(end - begin for each in passes for begin, end in each)
+    alone_s = sum(
+        TOGETHER * statistics.median(sum(plan.stages_s) for plan in plans if (plan.start, plan.tokens) == (start, CHUNK))
+        for start in range(0, TOGETHER_TOKENS, CHUNK)
+    )
+    overlapped_work_s = alone_s - (took_s - overlap_s)
+    if len(together) < wanted or overlapped_work_s <= 0 or overlap_s < 0.1 * took_s:
+        raise CalibrationError("the stages hardly ran at the same time; try again")
+    return max(overlap_s / overlapped_work_s - 1.0, 0.0)
 
 
 def _non_negative(rows: npt.NDArray[np.float64], seconds: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
@@ -225,6 +252,7 @@ def _file(config: ModelConfig, dials: dict[str, float]) -> str:
         "model.activation_bytes_per_token": config.hidden_size * _item_bytes(config),
         "engine.pp": PP, "engine.tp": 1, "engine.page_size": PAGE, "engine.chunk_size": CHUNK, "engine.max_context": config.max_context,
         "engine.device_memory": '"512MiB"', "engine.host_memory": '"1GiB"', "engine.staged_look": '"forward"',
+        "forward.cores": len(os.sched_getaffinity(0)),
         "store.holders": 1, "store.dram": '"1GiB"', "store.ssd": '"8GiB"', "store.nic_gb_s": dials["network.nic_gb_s"] * PP,
     }  # fmt: skip
     lines = ["# Fitted by `forebay simulate --calibrate`: SmolLM2-135M over two stages of one thread each."]

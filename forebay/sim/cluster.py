@@ -95,6 +95,8 @@ class Forward(msgspec.Struct, frozen=True, kw_only=True):
     stage_s: Annotated[float, Dial("what each stage costs beyond its share of the model", "s", 0)] = 0.0
     last_stage_s: Annotated[float, Dial("what the last stage costs beyond the others: head and sampling", "s", 0)] = 0.0
     jitter: Annotated[float, Dial("a pass takes up to this share more or less", "", 0, 0.9)] = 0.0
+    cores: Annotated[int, Dial("that all stages and the frontend of a replica share; 0: nobody waits for one", "cores", 0, 4096)] = 0
+    contention: Annotated[float, Dial("how much slower a busy core goes for each other busy one", "", 0, 10)] = 0.0
 
 
 class CopyEngine(msgspec.Struct, frozen=True, kw_only=True):
@@ -294,6 +296,8 @@ def _check(cluster: Cluster, name: str) -> None:
     """What no single dial can show. Raises ``ClusterError``."""
     engine, store = cluster.engine, cluster.store
     page = f"a page of {engine.page_size} tokens takes {cluster.block_bytes} bytes on each rank"
+    if cluster.forward.cores and engine.staged_look is StagedLook.LOCKSTEP:
+        raise ClusterError(f"cluster {name}: engine.staged_look is lockstep, which forward.cores cannot do; give forward or plan")
     if engine.pp > cluster.model.layers:
         raise ClusterError(
             f"cluster {name}: engine.pp is {engine.pp}, but the model has {cluster.model.layers} layers; give fewer stages"

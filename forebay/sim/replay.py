@@ -213,7 +213,7 @@ class Replay:
         self._open[request_id] = replica
         self.measures.arrived(index, job.input_tokens, job.kind, self.heap.now)
         submit = Submit(request_id, job.prompt(), params)
-        self.heap.after(self.cluster.network.frontend_s, lambda: replica.take(submit))
+        replica.grid.cores.run(self.cluster.network.frontend_s, lambda: replica.take(submit))
 
     def output(self, replica: _Replica, output: Output) -> None:
         index = int(output.request_id)

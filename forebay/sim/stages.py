@@ -5,7 +5,7 @@
     stage ──PlanDone, TransferDone──> planner      last layer lets it
 
 The unit is a stage: its TP ranks compute in step (they meet at every layer) and are taken to read and write in step too. Stages work
-strictly in the order of plans, so all of a plan's times are known when it is sent.
+strictly in the order of plans, so all of a plan's times are known when it is sent, unless stages share cores (`sim.shared_passes`).
 """
 
 import math
@@ -31,8 +31,10 @@ from forebay.core.messages import (
     TransferDone,
 )
 from forebay.sim.cluster import Cluster, StagedLook
+from forebay.sim.cores import Cores
 from forebay.sim.devices import Link
 from forebay.sim.heap import EventHeap
+from forebay.sim.shared_passes import Flight, SharedPasses
 from forebay.sim.store_model import Read, StoreModel
 
 # As runtime.page_io reads and writes: tickets at a time, and bytes of a batch.
@@ -114,6 +116,13 @@ class StageGrid:
         self._round_s = cluster.store.query_s + 4 * cluster.engine.pp * network.control_s * (1.0 + network.control_jitter)
         self._batch = max(BATCH_BYTES // cluster.block_bytes, 1)
         self.stages = [Stage(index, cluster, randomness) for index in range(cluster.engine.pp)]
+        forward, look = cluster.forward, cluster.engine.staged_look
+        self.cores = Cores(heap, forward.cores, forward.contention)
+        self._shared = (
+            SharedPasses(heap, self.cores, look, len(self.stages), self._layers, self._load, self._shared_end)
+            if forward.cores
+            else None
+        )
         self.activation_bytes = 0
         self._samples: dict[int, Sample] = {}
         self.token_of: Callable[[str], int] = lambda request_id: 0
@@ -126,27 +135,59 @@ class StageGrid:
         for opening in plan.openings:
             self._samples[opening.slot] = Sample(opening.slot, self.token_of(opening.request_id))
         seconds, prefill_tokens, decodes = forward_s(self._cluster, plan)
-        handed_over = 0.0
-        last = self.stages[-1]
+        costs_s = []
         for stage in self.stages:
             stage.plan_channel = max(stage.plan_channel, now + self._control_s())
-            cost = self._pass_s(seconds, stage is last)
+            costs_s.append(self._pass_s(seconds, stage is self.stages[-1]))
+        flight = Flight(plan, epoch, costs_s, prefill_tokens, decodes, self._hop_s(prefill_tokens + decodes))
+        if self._shared is not None:
+            self._shared.send(flight, [stage.plan_channel for stage in self.stages])
+        else:
+            self._plan_ahead(flight)
+
+    def _plan_ahead(self, flight: Flight) -> None:
+        """Every stage has cores of its own: nothing that happens meanwhile changes when a pass begins and ends."""
+        handed_over = 0.0
+        for stage, cost in zip(self.stages, flight.costs_s, strict=True):
             taken = max(stage.plan_channel, stage.free_at)
             start = max(taken, handed_over)
             end = start + cost
-            if plan.loads:
-                start, end = self._wait_for_loads(stage, len(plan.loads), start, cost)
-            stage.free_at = end
-            stage.busy_s += end - start
-            done = Pass(plan.number, taken, start, end, prefill_tokens, decodes)
-            while len(stage.passes) > 1 and stage.passes[1].end <= now:
-                stage.passes.popleft()
-            stage.passes.append(done)
-            self._watcher.passed(stage.index, done)
-            handed_over = end + self._hop_s(prefill_tokens + decodes)
-        self._acknowledge_plan(plan, epoch)
-        if plan.backup is not None:
-            self._back_up(plan.backup, epoch)
+            if flight.plan.loads:
+                first, last = self._load(stage.index, flight, stage.plan_channel)
+                start = max(start, first)
+                end = max(start + cost, last + cost / self._layers)
+            flight.taken_at[stage.index], flight.began_at[stage.index], flight.ended_at[stage.index] = taken, start, end
+            self._note_pass(stage, flight)
+            handed_over = end + flight.hop_s
+        self._passed(flight)
+
+    def _load(self, index: int, flight: Flight, at: float) -> tuple[float, float]:
+        """Loads come layer by layer, from when the plan is known: compute begins with the first layer and ends with the last."""
+        stage = self.stages[index]
+        begun = max(at, stage.to_device.free_at)
+        loaded = stage.to_device.move(at, len(flight.plan.loads) * self._block_bytes)
+        return begun + (loaded - begun) / self._layers, loaded
+
+    def _shared_end(self, index: int, flight: Flight) -> None:
+        self._note_pass(self.stages[index], flight)
+        if index == len(self.stages) - 1:
+            self._passed(flight)
+
+    def _note_pass(self, stage: Stage, flight: Flight) -> None:
+        taken, start, end = flight.taken_at[stage.index], flight.began_at[stage.index], flight.ended_at[stage.index]
+        stage.free_at = end
+        stage.busy_s += end - start
+        done = Pass(flight.plan.number, taken, start, end, flight.prefill_tokens, flight.decodes)
+        while len(stage.passes) > 1 and stage.passes[1].end <= self._heap.now:
+            stage.passes.popleft()
+        stage.passes.append(done)
+        self._watcher.passed(stage.index, done)
+
+    def _passed(self, flight: Flight) -> None:
+        """All ends are known: what comes of them."""
+        self._acknowledge_plan(flight)
+        if flight.plan.backup is not None:
+            self._back_up(flight.plan.backup, flight)
 
     def _pass_s(self, model_s: float, is_last: bool) -> float:
         forward = self._cluster.forward
@@ -154,13 +195,6 @@ class StageGrid:
         if forward.jitter:
             seconds *= 1.0 + forward.jitter * (2.0 * self._random.random() - 1.0)
         return seconds
-
-    def _wait_for_loads(self, stage: Stage, pages: int, start: float, cost: float) -> tuple[float, float]:
-        """Loads come layer by layer, from when the plan is known: compute begins with the first layer and ends with the last."""
-        begun = max(stage.plan_channel, stage.to_device.free_at)
-        loaded = stage.to_device.move(stage.plan_channel, pages * self._block_bytes)
-        start = max(start, begun + (loaded - begun) / self._layers)
-        return start, max(start + cost, loaded + cost / self._layers)
 
     def _hop_s(self, tokens: int) -> float:
         size = tokens * self._cluster.model.activation_bytes_per_token
@@ -173,16 +207,16 @@ class StageGrid:
             return network.control_s
         return network.control_s * (1.0 + network.control_jitter * (2.0 * self._random.random() - 1.0))
 
-    def _acknowledge_plan(self, plan: Plan, epoch: int) -> None:
+    def _acknowledge_plan(self, flight: Flight) -> None:
         """Every stage as its pass ends; folded, all of them with the last one, before which nothing can come of the others."""
-        acks = self._acks
+        acks, plan, epoch = self._acks, flight.plan, flight.epoch
         folded: list[Acknowledgement] = []
         for stage in self.stages:
             is_last = stage is self.stages[-1]
             samples = tuple([self._samples[piece.slot] for piece in plan.pieces if piece.sample]) if is_last else ()
             first = stage.index * acks
             done = [PlanDone(epoch, first + rank, plan.number, () if rank else samples) for rank in range(acks)]
-            stage.ack_channel = max(stage.ack_channel, stage.free_at + self._control_s())
+            stage.ack_channel = max(stage.ack_channel, flight.ended_at[stage.index] + self._control_s())
             if self._folded:
                 folded += done
             else:
@@ -190,10 +224,10 @@ class StageGrid:
         if folded:
             self._tell_at(max(stage.ack_channel for stage in self.stages), folded)
 
-    def _back_up(self, backup: Backup, epoch: int) -> None:
-        acks, folded, last_at = self._acks, [], 0.0
+    def _back_up(self, backup: Backup, flight: Flight) -> None:
+        acks, epoch, folded, last_at = self._acks, flight.epoch, [], 0.0
         for stage in self.stages:
-            saved_at = stage.to_host.move(stage.free_at, len(backup.copies) * self._block_bytes) + self._control_s()
+            saved_at = stage.to_host.move(flight.ended_at[stage.index], len(backup.copies) * self._block_bytes) + self._control_s()
             first = stage.index * acks
             done = [TransferDone(epoch, first + rank, backup.transfer, len(backup.copies)) for rank in range(acks)]
             if self._folded:
@@ -205,7 +239,7 @@ class StageGrid:
             self._tell_at(last_at, folded)
 
     def _tell_at(self, at: float, messages: Sequence[Acknowledgement]) -> None:
-        self._heap.at(at, lambda: self._tell(messages))
+        self._heap.at(max(at, self._heap.now), lambda: self._tell(messages))
 
     # ------------------------------------------------------------------------------------------ tickets and stores
 
@@ -235,7 +269,10 @@ class StageGrid:
 
     def _look_later(self, stage: Stage, action: Callable[[], None]) -> None:
         """When the stage's compute loop looks next: between two forwards, or now if it has none."""
-        self._heap.at(self.next_look(stage, self._heap.now), action)
+        if self._shared is not None:
+            self._shared.look(stage.index, action)
+        else:
+            self._heap.at(self.next_look(stage, self._heap.now), action)
 
     def next_look(self, stage: Stage, now: float) -> float:
         """Now, if the stage's compute loop is free to look; else when it is (`StagedLook`)."""
