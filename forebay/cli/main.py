@@ -126,11 +126,14 @@ def simulate(
     seed: Annotated[int, typer.Option("--seed", min=0, help="first seed")] = 0,
     preset: Annotated[Preset | None, typer.Option("--preset", help="how much goes wrong; drawn from each seed if not given")] = None,
     grid: Annotated[str | None, typer.Option("--grid", metavar="PPxTP", help="stages x TP ranks; drawn if not given")] = None,
+    store: Annotated[bool, typer.Option("--store", help="with --fuzz: histories of the store alone")] = False,
     json: Json = False,
 ) -> None:
     """Replay a trace on a described cluster, or run the real planner through faulty histories (--fuzz)."""
     if (trace is not None) + (fuzz is not None) + validate + calibrate != 1:
         raise UserError("give a trace with --cluster FILE, or one of --fuzz N, --validate, --calibrate; see `forebay simulate --help`")
+    if store and fuzz is None:
+        raise UserError("--store goes with --fuzz N: histories of the store alone")
     if measured is not None and not validate:
         raise UserError("--bench goes with --validate: the simulator beside that measurement")
     if validate:
@@ -146,7 +149,7 @@ def simulate(
     if fuzz is not None:
         from forebay.cli.simulate import run_simulation
 
-        run_simulation(fuzz, seed, json, preset, grid)
+        run_simulation(fuzz, seed, json, preset, grid, store)
         return
     assert trace is not None
     if cluster is None:

@@ -9,7 +9,8 @@ blind there.
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 from forebay.core.messages import (
     Abort,
@@ -47,32 +48,45 @@ UNREACHABLE: dict[Cell, str] = {
 }
 
 
-def _row(names: Iterable[str], columns: Iterable[str]) -> list[Cell]:
+@dataclass(frozen=True)
+class Coverage:
+    """Tables of cells (row, column), and why some of them cannot be met."""
+
+    tables: tuple[list[Cell], ...]
+    unreachable: Mapping[Cell, str]
+
+    @property
+    def cells(self) -> list[Cell]:
+        return [cell for cells in self.tables for cell in cells]
+
+    def never(self, met: Counter[Cell]) -> list[Cell]:
+        """Reachable cells that were not met."""
+        return [cell for cell in self.cells if not met[cell] and cell not in self.unreachable]
+
+    def text(self, met: Counter[Cell]) -> str:
+        """``-`` marks an unreachable cell."""
+        return "\n\n".join(self._table(cells, met) for cells in self.tables)
+
+    def _table(self, cells: list[Cell], met: Counter[Cell]) -> str:
+        rows, columns = list(dict.fromkeys(row for row, _ in cells)), list(dict.fromkeys(column for _, column in cells))
+        width = max(map(len, rows))
+        lines = [" " * width + "".join(f"  {column:>{max(len(column), 7)}}" for column in columns)]
+        for row in rows:
+            counts = ["-" if (row, column) in self.unreachable else str(met[row, column]) for column in columns]
+            lines.append(f"{row:{width}}" + "".join(f"  {count:>{max(len(c), 7)}}" for count, c in zip(counts, columns, strict=True)))
+        return "\n".join(lines)
+
+
+def table(names: Iterable[str], columns: Iterable[str]) -> list[Cell]:
     columns = list(columns)
     return [(name, column) for name in names for column in columns]
 
 
-GRID_CELLS = _row(GridState, (event.__name__ for event in EVENTS))
-REQUEST_CELLS = _row(RequestPoint, (event.__name__ for event in CONCERNING))
-FAULT_CELLS = _row(FaultKind, Activity)
-CELLS = GRID_CELLS + REQUEST_CELLS + FAULT_CELLS
-
-
-def never(met: Counter[Cell]) -> list[Cell]:
-    """Reachable cells that were not met."""
-    return [cell for cell in CELLS if not met[cell] and cell not in UNREACHABLE]
-
-
-def tables(met: Counter[Cell]) -> str:
-    """All three tables as text; ``-`` marks an unreachable cell."""
-    return "\n\n".join(_table(cells, met) for cells in (GRID_CELLS, REQUEST_CELLS, FAULT_CELLS))
-
-
-def _table(cells: list[Cell], met: Counter[Cell]) -> str:
-    rows, columns = list(dict.fromkeys(row for row, _ in cells)), list(dict.fromkeys(column for _, column in cells))
-    width = max(map(len, rows))
-    lines = [" " * width + "".join(f"  {column:>{max(len(column), 7)}}" for column in columns)]
-    for row in rows:
-        counts = ["-" if (row, column) in UNREACHABLE else str(met[row, column]) for column in columns]
-        lines.append(f"{row:{width}}" + "".join(f"  {count:>{max(len(c), 7)}}" for count, c in zip(counts, columns, strict=True)))
-    return "\n".join(lines)
+ENGINE = Coverage(
+    (
+        table(GridState, (event.__name__ for event in EVENTS)),
+        table(RequestPoint, (event.__name__ for event in CONCERNING)),
+        table(FaultKind, Activity),
+    ),
+    UNREACHABLE,
+)

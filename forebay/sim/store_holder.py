@@ -99,6 +99,7 @@ class SimHolder:
         self.instance = 0
         self.alive = True
         self.ssd_fails = False
+        self.paused_until = 0.0  # it says and hears nothing before; its memory can be read
         self.number = 0
         self.lease_s = 5.0
         self.asked: dict[bytes, list[float]] = {}  # when each key was registered for prefetch
@@ -115,7 +116,8 @@ class SimHolder:
         self.lost_master()
 
     def lost_master(self) -> None:
-        """Rooms that were given before the next registration count no more."""
+        """Rooms that were given before the next registration count no more, and the next master gives another number."""
+        self.number = 0
         self.serving = False
         self.link = None
         self._held_back: list[HolderToMaster] | None = None

@@ -7,8 +7,7 @@ from collections import Counter
 
 import pytest
 
-from forebay.sim import coverage
-from forebay.sim.coverage import Cell
+from forebay.sim.coverage import ENGINE, Cell
 from forebay.sim.faults import FaultKind, draw_faults
 from forebay.sim.fuzz import ENOUGH_HISTORIES, Campaign, run_campaign, run_seed
 from forebay.sim.history import History
@@ -26,7 +25,7 @@ def test_150_histories_of_each_preset(part: int, preset: Preset) -> None:
 def test_a_campaign_meets_what_it_is_for() -> None:
     """Cells of single faults take thousands of histories; `forebay simulate --fuzz` says which it has not met."""
     campaign = run_campaign(0, 150)
-    rare = {f"{row} x {column}" for row, column in coverage.CELLS}
+    rare = {f"{row} x {column}" for row, column in ENGINE.cells}
     assert not set(campaign.never) - rare - {"ticket aborted", "ticket timeout", "ticket joined", "ticket no_host_pages"}
 
 
@@ -40,8 +39,8 @@ def test_a_rank_that_is_stopped_at_the_very_end_is_noticed_before_the_history_is
 
 
 def test_what_was_not_met_is_said_and_what_cannot_be_met_is_not() -> None:
-    met: Counter[Cell] = Counter(dict.fromkeys(coverage.CELLS, 1))
-    for cell in coverage.UNREACHABLE:
+    met: Counter[Cell] = Counter(dict.fromkeys(ENGINE.cells, 1))
+    for cell in ENGINE.unreachable:
         met[cell] = 0
     campaign = Campaign(met=met)
     assert not [name for name in campaign.never if " x " in name]
@@ -50,8 +49,8 @@ def test_what_was_not_met_is_said_and_what_cannot_be_met_is_not() -> None:
 
 
 def test_unreachable_cells_are_cells_and_have_a_reason() -> None:
-    assert set(coverage.UNREACHABLE) <= set(coverage.CELLS)
-    assert all(coverage.UNREACHABLE.values())
+    assert set(ENGINE.unreachable) <= set(ENGINE.cells)
+    assert all(ENGINE.unreachable.values())
 
 
 def test_one_seed_is_one_history_whatever_pythonhashseed_is() -> None:

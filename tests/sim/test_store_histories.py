@@ -1,12 +1,16 @@
 """The real master, memory index and throttle of the store under virtual time and faults, and planted bugs that this must find."""
 
+import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 
 import pytest
 
 from forebay.sim import store_holder
-from forebay.sim.store_history import FAULTS, StoreHistory, run_store_history
+from forebay.sim.fuzz import ENOUGH_STORE_HISTORIES, run_store_campaign
+from forebay.sim.preset import Preset
+from forebay.sim.store_coverage import STORE, StoreFault
+from forebay.sim.store_history import HARMLESS, StoreHistory, draw_store, run_store_history
 from forebay.sim.store_holder import SimHolder
 from forebay.store.holder.memory import Entry
 from forebay.store.master import burial, membership, promotion, puts, reads
@@ -18,13 +22,41 @@ SEEDS = 2000
 Patch = Callable[[pytest.MonkeyPatch], None]
 
 
-@pytest.mark.parametrize("part", range(4))
-def test_store_histories(part: int) -> None:
+@pytest.mark.parametrize("preset", [None, *Preset])
+def test_store_histories(preset: Preset | None) -> None:
     met: Counter[str] = Counter()
-    for seed in range(5000 + 50 * part, 5050 + 50 * part):
-        met += run_store_history(seed).met
-    wanted = {*FAULTS, "put acknowledged", "removed", "got from memory", "got from SSD", "get missed", "put EXISTS"}
+    for seed in range(5000, 5050):
+        met += run_store_history(seed, preset).met
+    wanted = {"put acknowledged", "put revoked", "removed", "got from memory", "got from SSD", "get missed", "put EXISTS", "stray"}
+    wanted |= set(StoreFault) if preset is Preset.STORM else set()
     assert not wanted - set(met), "a kind of event never happened"
+
+
+def test_presets_draw_what_they_say() -> None:
+    drawn = {preset: [draw_store(random.Random(seed), preset).faults for seed in range(200)] for preset in Preset}
+    assert () in drawn[Preset.LITE] and max(map(len, drawn[Preset.LITE])) == 1
+    assert {kind for faults in drawn[Preset.LITE] for kind in faults} == set(HARMLESS)
+    assert all(len(set(faults)) == 1 for faults in drawn[Preset.ONE_FAULT])
+    assert {kind for faults in drawn[Preset.STORM] for kind in faults} == set(StoreFault)
+    assert all(len(set(faults)) >= 2 for faults in drawn[Preset.STORM])
+
+
+def test_unreachable_cells_are_cells_and_have_a_reason() -> None:
+    assert set(STORE.unreachable) <= set(STORE.cells) and all(STORE.unreachable.values())
+
+
+def test_a_campaign_that_has_gone_blind_somewhere_says_where() -> None:
+    campaign = run_store_campaign(0, 1, preset=Preset.STORM)
+    campaign.met.update(dict.fromkeys(STORE.cells, 1))
+    campaign.totals.update(dict.fromkeys(campaign.wanted, 1))
+    assert not campaign.never
+    campaign.met[StoreFault.HOLDER_PAUSED, "reading"] = 0
+    assert campaign.never == ["holder paused x reading"]
+
+
+@pytest.mark.slow
+def test_a_large_campaign_meets_every_reachable_cell() -> None:
+    assert not run_store_campaign(0, ENOUGH_STORE_HISTORIES, preset=Preset.STORM).never
 
 
 def test_one_seed_is_one_history() -> None:
@@ -163,6 +195,7 @@ CANARIES: list[Patch] = [
 
 
 RARE: list[Patch] = [
+    reuse_after_the_lease_without_a_stamp,
     forget_removals_under_way,
     bury_more_than_the_put_that_was_given_up,
     take_the_object_everywhere,
