@@ -33,7 +33,7 @@ PROMPTS = (512, 1024, 2048, 512, 1024, 2048)
 DECODE_CONTEXTS = (256, 1536)
 DECODES = 16
 BATCH = 4
-TOGETHER, TOGETHER_TOKENS = 4, 1024
+TOGETHER = 12
 FIRST_TOKEN = 300
 DISK_BYTES, DISK_BLOCK = 128 << 20, 4 << 20
 
@@ -101,7 +101,7 @@ def _run(model: str, config: ModelConfig, directory: Path) -> tuple[list[tuple[i
             llm.generate([prompt(context)], many)
             expected += [*chunks(context), *((context + index, 1, 1) for index in range(DECODES - 1))]
         llm.generate([prompt(PAGE) for _ in range(BATCH)], many)
-        llm.generate([prompt(TOGETHER_TOKENS) for _ in range(TOGETHER)], one)
+        llm.generate([prompt(CHUNK) for _ in range(TOGETHER)], one)
         llm.flush_cache()
         for each in prompts:
             llm.generate([each], one)
@@ -152,26 +152,29 @@ def _fit(plans: Sequence[_Plan]) -> dict[str, float]:
 
 
 def _contention(spans: dict[str, list[Span]], plans: Sequence[_Plan], alone: int) -> float:
-    """How much slower a stage goes while the other computes too. ``alone``: plans before those that ran together."""
+    """How much slower a stage goes while the other computes too: the median over passes of the prompts that ran together, each of one
+    chunk. ``alone``: plans before those."""
     built = sorted((span for span in spans["planner"] if span.kind == SpanKind.PLAN), key=lambda span: span.id)
-    wanted = TOGETHER * TOGETHER_TOKENS // CHUNK
-    together = {span.id for span in [span for span in built[alone:] if span.value == CHUNK][:wanted]}
-    passes: list[list[tuple[int, int]]] = [[], []]
-    for rank in range(PP):
-        for span in spans[f"rank {rank}"]:
-            if span.kind in (SpanKind.FORWARD, SpanKind.SAMPLE) and span.id in together:
-                passes[rank].append((span.start_ns, span.start_ns + span.duration_ns))
-    pairs = [(one, other) for one in passes[0] for other in passes[1]]
-    overlap_s = 2e-9 * sum(max(min(one[1], other[1]) - max(one[0], other[0]), 0) for one, other in pairs)
-    took_s = 1e-9 * sum(end - begin for each in passes for begin, end in each)
-    alone_s = sum(
-        TOGETHER * statistics.median(sum(plan.stages_s) for plan in plans if (plan.start, plan.tokens) == (start, CHUNK))
-        for start in range(0, TOGETHER_TOKENS, CHUNK)
-    )
-    overlapped_work_s = alone_s - (took_s - overlap_s)
-    if len(together) < wanted or overlapped_work_s <= 0 or overlap_s < 0.1 * took_s:
+    together = {span.id for span in [span for span in built[alone:] if span.value == CHUNK][:TOGETHER]}
+    passes = [
+        [
+            (span.start_ns / 1e9, (span.start_ns + span.duration_ns) / 1e9)
+            for span in spans[f"rank {rank}"]
+            if span.kind == SpanKind.FORWARD and span.id in together
+        ]
+        for rank in range(PP)
+    ]
+    found = []
+    for rank, other in ((0, 1), (1, 0)):
+        alone_s = statistics.median(plan.stages_s[rank] for plan in plans if (plan.start, plan.tokens) == (0, CHUNK))
+        for begin, end in passes[rank]:
+            shared_s = sum(max(min(end, stop) - max(begin, start), 0.0) for start, stop in passes[other])
+            shared_work_s = alone_s - (end - begin - shared_s)
+            if shared_s > 0.5 * (end - begin) and shared_work_s > 0:
+                found.append(shared_s / shared_work_s - 1.0)
+    if len(found) < TOGETHER:
         raise CalibrationError("the stages hardly ran at the same time; try again")
-    return max(overlap_s / overlapped_work_s - 1.0, 0.0)
+    return max(statistics.median(found), 0.0)
 
 
 def _non_negative(rows: npt.NDArray[np.float64], seconds: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
