@@ -47,7 +47,7 @@ from forebay.core.request import Phase, Request, RequestState
 from forebay.core.spans import SpanKind, TimedSpan
 from forebay.core.staged import StagedOrder
 from forebay.core.statistics import Counters, tier_use
-from forebay.core.tickets import Query, QueryDone, release_ready
+from forebay.core.tickets import Hint, Query, QueryDone, release_ready
 from forebay.core.tree import Tier
 
 MAX_FAILURES_ALONE = 2
@@ -101,7 +101,7 @@ Event = (
 @dataclass(slots=True)
 class Effects:
     """What the caller must do, in this order: restart the grid if asked, send the plan and the orders to every rank (each on its own
-    channel; staged orders go to the ranks of their stage), ask the store the queries, then tell the frontend.
+    channel; staged orders go to the ranks of their stage), ask the store the queries, give it the hints, then tell the frontend.
 
     ``restart``: end all ranks, start them as epoch ``planner.epoch``, and report `GridReady` or `GridLost`. ``spans``: what has just
     ended, for whoever keeps time.
@@ -111,6 +111,7 @@ class Effects:
     plan: Plan | None = None
     orders: list[Ticket | Cancel | Store | StagedOrder] = field(default_factory=list)
     queries: list[Query] = field(default_factory=list)
+    hints: list[Hint] = field(default_factory=list)
     outputs: list[Output] = field(default_factory=list)
     flushed: list[FlushDone] = field(default_factory=list)
     spans: list[TimedSpan] = field(default_factory=list)
@@ -318,6 +319,7 @@ class Planner:
         unasked, replica.unasked = replica.unasked, []
         if not self.config.has_store:
             return
+        replica.tickets.grid_is_busy = bool(replica.in_flight)
         replica.tickets.tick(replica.requests, replica.cache, now)
         for request in unasked:
             if request.state is RequestState.WAITING and request.phase is Phase.NOT_ASKED:
@@ -328,6 +330,7 @@ class Planner:
         assert replica.cache is not None
         orders = replica.tickets.take_orders()
         self._effects.queries += orders.queries
+        self._effects.hints += orders.hints
         self._effects.orders += orders.tickets
         store = replica.stores.start(replica.cache, self.config.ranks, self.epoch)
         if store is not None:

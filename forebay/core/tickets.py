@@ -26,6 +26,7 @@ from forebay.core.staged import StagedOrder, Walk
 from forebay.core.tree import NONE, Tier
 
 QUERY_S = 0.1
+TICKETS_AT_ONCE = 2  # that a rank reads at the same time: a long one must not hold up a short one (field report P14)
 FORGET_S = 1.0  # an answer that is later than that is not waited for
 HOLD_SHARE = 0.8
 MAX_RETRIES = 8
@@ -60,6 +61,14 @@ class QueryDone:
     pages: int
 
 
+@dataclass(frozen=True, slots=True)
+class Hint:
+    """Effect: these pages of ``group`` will be read from the store, but not at once: it may bring them nearer. Nobody waits for it."""
+
+    hashes: tuple[bytes, ...]
+    group: bytes
+
+
 @dataclass(slots=True)
 class _Flight:
     """A ticket under way. ``anchor``: the page before its first, None at the root. ``walk``: on the staged route alone."""
@@ -87,6 +96,7 @@ class Orders:
     """What one step has to tell ranks and store."""
 
     queries: list[Query] = field(default_factory=list)
+    hints: list[Hint] = field(default_factory=list)
     tickets: list[Ticket | Cancel | StagedOrder] = field(default_factory=list)
 
 
@@ -112,6 +122,7 @@ class TicketDesk:
         self._s_per_page = 0.0  # 0: not measured yet
         self._refusals = 0
         self.epoch = 0
+        self.grid_is_busy = False  # a plan is in flight: who looks between forwards does not look now
         self.orders = Orders()
         self.spans: list[TimedSpan] = []  # since the last step
         self.outcomes: Counter[str] = Counter()
@@ -213,6 +224,7 @@ class TicketDesk:
             for page in pages:
                 cache.free_host(page)
             self.outcomes["no_host_pages"] += 1
+            self.orders.hints.append(Hint(tuple(missing), request.hashes[0]))
             self._retry_later(request)
             return
         if len(pages) < len(missing):
@@ -222,6 +234,8 @@ class TicketDesk:
         self._number += 1
         group = request.hashes[0]
         keys = tuple(PageKey(page, hash, group) for page, hash in zip(pages, hashes, strict=True))
+        if len(self._flights) >= TICKETS_AT_ONCE or (self._staged and self.grid_is_busy):
+            self.orders.hints.append(Hint(tuple(hashes), group))
         walk = Walk(self.epoch, self._number, keys, *self._shape) if self._staged else None
         self.orders.tickets.append(Ticket(self.epoch, self._number, keys) if walk is None else walk.advance())
         flight = _Flight(

@@ -154,17 +154,19 @@ def match_prefix(
     manifest: Manifest,
     timeout_s: float,
     needed: Part | None = None,
+    hint: bool = False,
 ) -> int:
     """How many leading pages, all of ``group``, the store has whole, each in our own layout or in any other one.
 
-    ``needed``: only as far as this part of them is concerned, which is about to be read; None: all parts, for whoever asks ahead.
+    ``needed``: only as far as this part of them is concerned; None: all parts, for whoever asks ahead. ``hint``: they will be read, but
+    not at once.
     """
     deadline = time.monotonic() + timeout_s
 
     def count(layout: Layout, start: int) -> int:
         names = [manifest.name(part) for part in layout.parts if needed is None or part.overlaps(needed)]
         left = deadline - time.monotonic()
-        return store.match_prefix(hashes[start:], names, hint=needed is not None, timeout_s=left, group=group) if left > 0 else 0
+        return store.match_prefix(hashes[start:], names, hint=hint, timeout_s=left, group=group) if left > 0 else 0
 
     matched = count(own, 0)
     if matched == len(hashes) or not (others := manifest.others(deadline - time.monotonic())):

@@ -27,6 +27,7 @@ from forebay.core.messages import (
     ToWorkerIo,
 )
 from forebay.core.spans import SpanKind
+from forebay.core.tickets import TICKETS_AT_ONCE
 from forebay.observe.events import SpanRing
 from forebay.observe.figures import Meter
 from forebay.runtime.host_pool import HostPool
@@ -35,7 +36,6 @@ from forebay.runtime.staged import StagedRoute
 from forebay.store.backend import PutItem, Status
 from forebay.store.backends.guarded import WatchedStore
 
-FETCH_THREADS = 2  # a long ticket must not hold up a short one (field report P14)
 BATCH_BYTES = 8 << 20
 FETCH_TIMEOUT_S = 4.0  # of one batch: a request may wait for it, once
 STAGED_QUERY_S = 0.1
@@ -73,7 +73,7 @@ class PageIo:
         self._cancelled: set[int] = set()
         self._live: set[int] = set()
         self._lock = threading.Lock()
-        self._fetchers = ThreadPoolExecutor(FETCH_THREADS, "fetch")
+        self._fetchers = ThreadPoolExecutor(TICKETS_AT_ONCE, "fetch")
         self._storer = ThreadPoolExecutor(1, "store")
         self.staged = StagedRoute(epoch, rank, is_last_stage, ring, self._fetch_staged, say)
 

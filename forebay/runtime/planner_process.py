@@ -211,6 +211,9 @@ class PlannerProcess:
         for query in effects.queries:
             assert self._store is not None
             self._store.ask(query, self._wake)
+        for hint in effects.hints:
+            assert self._store is not None
+            self._store.hint(hint)
         if effects.outputs:
             self._tell_frontend(encode(Outputs(tuple(effects.outputs))))
         self._answer_flushes(self._store_flushes.settled(effects.flushed))

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from queue import SimpleQueue
 
 from forebay.core.messages import StoreHealth
-from forebay.core.tickets import QUERY_S, Query, QueryDone
+from forebay.core.tickets import QUERY_S, Hint, Query, QueryDone
 from forebay.observe.figures import Meter, StoreState
 from forebay.runtime.layouts import Layout, Manifest, match_prefix
 from forebay.runtime.metered_store import MeteredStore
@@ -59,6 +59,7 @@ class StoreDesk:
         Raises ``StoreURLError`` if there is no such store or it does not answer.
         """
         self._store, self.address = _opened_first(url, meter)
+        self._takes_hints = not url.startswith("file:")
         self._own = own
         self._manifest = Manifest(self._store, namespace, own)
         self._threads = ThreadPoolExecutor(QUERY_THREADS, "query")
@@ -76,6 +77,11 @@ class StoreDesk:
             wake()
         else:
             self._threads.submit(self._answer, query, time.monotonic(), wake)
+
+    def hint(self, hint: Hint) -> None:
+        """What the store has of these pages will be read soon. Never blocks; a store that cannot bring it nearer is not told."""
+        if self._takes_hints and not self._store.is_open:
+            self._threads.submit(self._hint, hint)
 
     @property
     def health(self) -> StoreHealth:
@@ -108,6 +114,12 @@ class StoreDesk:
             self.answers.put(QueryDone(query.number, pages))
             wake()
             self._manifest.add_own(ADD_TIMEOUT_S)  # looks only now and then
+
+    def _hint(self, hint: Hint) -> None:
+        try:
+            match_prefix(self._store, hint.hashes, hint.group, self._own, self._manifest, QUERY_S, hint=True)
+        except Exception:  # whatever a store does, it was only a hint
+            traceback.print_exc()
 
     def _look(self) -> None:
         try:

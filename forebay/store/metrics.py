@@ -52,6 +52,7 @@ class MasterCollector(Collector):
         yield _counter("promotion", "Promotions from SSD to DRAM", ("trigger", "outcome"), _named(_PROMOTIONS, stats.counters))
         kinds: Labelled = {("put",): stats.counters.get("put_bytes", 0), ("promotion",): stats.counters.get("promoted_bytes", 0)}
         kinds[("evict",)] = stats.counters.get("evicted_bytes", 0)
+        kinds |= {(f"get_{tier}",): stats.counters.get(f"got_{tier}_bytes", 0) for tier in ("memory", "ssd")}
         yield _counter("store_bytes", "Bytes of objects by what was done with them", ("kind",), kinds)
         for name in ("lost", "suspected"):
             yield _counter(f"store_holder_{name}", f"Holders that were {name}", (), {(): stats.counters.get(f"holder_{name}", 0)})

@@ -6,7 +6,9 @@ from forebay.core.messages import Abort, Cancel, FetchProgress, StagedReturn, St
 from forebay.core.planner import Effects
 from forebay.core.request import Phase
 from forebay.core.tickets import FetchPolicy
-from tests.core.test_tickets import StoreDesk, ask, host_in_use, store_desk
+from tests.core.test_tickets import BUSY, StoreDesk, ask, host_in_use, store_desk
+
+OTHER = list(range(30, 48))  # four full pages and two tokens
 
 
 def staged_desk(**config: object) -> StoreDesk:
@@ -42,6 +44,18 @@ def test_nobody_asks_ahead_and_host_pages_are_taken_for_all_that_is_missing() ->
     ticket = begin(desk)
     assert (ticket.stage, len(ticket.pages)) == (0, 5)
     assert host_in_use(desk) == 5
+
+
+def test_the_store_gets_a_hint_where_stages_cannot_look_yet_and_none_where_they_can() -> None:
+    desk = staged_desk()
+    assert not ask(desk, "long").hints, "nothing runs, so the first stage looks at once"
+    ask(desk, "busy", BUSY)
+    assert len(desk.plans) == 1, "a forward runs"
+    effects = ask(desk, "other", OTHER)
+    (hint,) = effects.hints
+    (order,) = effects.orders
+    assert isinstance(order, StagedTicket)
+    assert list(hint.hashes) == [page.hash for page in order.pages] and {page.group for page in order.pages} == {hint.group}
 
 
 def test_a_stage_hears_of_it_once_the_stage_before_has_taken_it() -> None:

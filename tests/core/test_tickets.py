@@ -21,7 +21,7 @@ from forebay.core.pace import work_of
 from forebay.core.planner import Effects, Event, GridLost, GridReady
 from forebay.core.request import Phase
 from forebay.core.sampling import SamplingParams
-from forebay.core.tickets import FetchPolicy, QueryDone
+from forebay.core.tickets import TICKETS_AT_ONCE, FetchPolicy, QueryDone
 from forebay.core.transfers import WritePolicy
 from forebay.core.tree import Tier
 from tests.core.conftest import Desk, make_desk, spans
@@ -294,6 +294,27 @@ def test_what_is_saved_goes_to_the_store_and_counts_once_every_rank_has_stored_i
     assert node.stored and node.pins[Tier.HOST] == 0
     again = {page.hash for order in retry if isinstance(order, Store) for page in order.pages}
     assert first.pages[0].hash not in again and {page.hash for page in first.pages[1:]} <= again, "only what failed, once more"
+
+
+def test_the_store_gets_a_hint_only_for_fetches_that_must_wait() -> None:
+    """For those that begin at once it would be one more copy of the same bytes."""
+    desk = store_desk(host_pages=64)
+    prompts = [[number * 100 + offset for offset in range(9)] for number in range(1, TICKETS_AT_ONCE + 2)]
+    hints = []
+    for number, prompt in enumerate(prompts):
+        (query,) = ask(desk, f"r{number}", prompt).queries
+        hints.append(desk.take(QueryDone(query.number, 2)).hints)
+    assert hints[:-1] == [[]] * TICKETS_AT_ONCE, "ranks read them at the same time"
+    (hint,) = hints[-1]
+    assert len(hint.hashes) == 2 and hint.group == hint.hashes[0], "ranks come to it once another is done"
+
+
+def test_a_fetch_that_finds_no_host_pages_leaves_a_hint() -> None:
+    desk = store_desk(host_pages=5)
+    issue(desk)
+    (query,) = ask(desk, "b", list(range(30, 48))).queries
+    effects = desk.take(QueryDone(query.number, 4))
+    assert not effects.orders and [len(hint.hashes) for hint in effects.hints] == [4], "it is asked for again in a few steps"
 
 
 def test_a_group_is_the_first_pages_hash_for_what_is_stored_asked_for_and_fetched() -> None:

@@ -21,6 +21,7 @@ from forebay.store.wire.messages import (
 )
 
 MAX_LIST = 10_000
+_GOT_BYTES = {Tier.MEMORY: "got_memory_bytes", Tier.SSD: "got_ssd_bytes"}  # of objects, by where a get was sent
 
 
 def exists(state: State, now: float, tenant: Tenant, call: int, keys: list[bytes]) -> Codes:
@@ -65,6 +66,7 @@ def get(state: State, now: float, tenant: Tenant, call: int, keys: list[bytes]) 
             found.lease_until = max(found.lease_until, until)
             for replica in found.memory:
                 space.touch(state, replica)
+        state.count(_GOT_BYTES[place.spots[0].tier], found.length)
         if place.spots[0].tier is Tier.SSD:
             promotion.on_hit(state, now, found)
     return Located(call, state.config.lease_s, places)
