@@ -168,7 +168,7 @@ def _account(replica: Replica, request: Request, loads: Sequence[bool], now: flo
 
 
 def _want_backups(replica: Replica, request: Request) -> None:
-    """A hit may be what sends a page to host memory."""
+    """A hit may be what sends a page to host memory, or from there to the store, if it did not get there before."""
     policy = replica.config.write_policy
     for node in request.nodes:
         node.hits += 1
@@ -176,3 +176,5 @@ def _want_backups(replica: Replica, request: Request) -> None:
         second = policy is WritePolicy.WRITE_THROUGH_SELECTIVE and node.hits >= SELECTIVE_HITS
         if not request.no_store and (second or policy is WritePolicy.WRITE_THROUGH):
             replica.backups.want(node)
+            if replica.config.has_store and replica.cache is not None and node.pages[Tier.HOST] != NONE:
+                replica.stores.want(replica.cache, node)

@@ -42,11 +42,13 @@ from forebay.core.messages import (
     TierUse,
     TransferDone,
 )
+from forebay.core.page_cache import PageCache
 from forebay.core.replica import InFlight, PlannerConfig, Replica
 from forebay.core.request import Phase, Request, RequestState
 from forebay.core.spans import SpanKind, TimedSpan
 from forebay.core.staged import StagedOrder
 from forebay.core.statistics import Counters, tier_use
+from forebay.core.storing import StoreEmptied, StoreWell
 from forebay.core.tickets import Hint, Query, QueryDone, release_ready
 from forebay.core.tree import Tier
 
@@ -93,6 +95,8 @@ Event = (
     | StoreDone
     | QueryDone
     | Heartbeat
+    | StoreWell
+    | StoreEmptied
     | GridReady
     | GridLost
 )
@@ -203,6 +207,9 @@ class Planner:
             case Heartbeat():
                 if event.epoch == self.epoch and self.state is GridState.READY:
                     self._heard[event.rank] = now
+            case StoreWell() | StoreEmptied():
+                if self.replica.cache is not None:
+                    self._store_changed(self.replica.cache, event)
             case Flush():
                 self._flushes.append(PendingFlush(event, now + event.timeout_s))
             case CancelFlush():
@@ -305,6 +312,13 @@ class Planner:
                     replica.stores.done(replica.cache, done)
         except ProtocolError as error:
             self._lose_grid(str(error))
+
+    def _store_changed(self, cache: PageCache, event: StoreWell | StoreEmptied) -> None:
+        match event:
+            case StoreWell():
+                self.replica.stores.want_again(cache)
+            case StoreEmptied():
+                self.replica.stores.emptied(cache)
 
     def _answered(self, now: float, done: QueryDone) -> None:
         replica = self.replica

@@ -1,10 +1,11 @@
 """STORE: saved host pages on their way to the store (DESIGN 4.2).
 
         want(node) --> wanted queue --a batch is free--> in flight --StoreDone from all ranks--> stored, or tried once more
+             ^--- the store is asked again (StoreWell), or the page is used again ---------------------- refused
 
 A page counts as stored when *every* rank has stored its part; what failed anywhere is not stored (and is retried a bounded number of
 times). The host page is pinned until all ranks have acknowledged; with staging host pages from the moment that it is wanted, since
-nothing else would keep it. ``Node.stored`` is a hint that saves storing twice.
+nothing else would keep it. ``Node.stored`` is a hint that saves storing twice; a flush of the store (StoreEmptied) takes it back.
 """
 
 from collections import deque
@@ -19,6 +20,17 @@ MAX_STORE_PAGES = 128
 MAX_BATCHES = 2
 MAX_TRIES = 2
 MAX_WANTED = 8192  # a store that does not keep up loses what comes on top
+MAX_REFUSED = 8192  # as much is tried again when a store has been away; the oldest are forgotten
+
+
+@dataclass(frozen=True, slots=True)
+class StoreWell:
+    """Event: after a while in which it was not, the store is asked again by everyone."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoreEmptied:
+    """Event: pages that were in the store are so no longer."""
 
 
 @dataclass(slots=True)
@@ -35,6 +47,7 @@ class StoreQueue:
         self._staging = staging
         self._wanted: deque[Node] = deque()
         self._batches: dict[int, _Batch] = {}
+        self._refused: deque[Node] = deque(maxlen=MAX_REFUSED)
         self._transfers = 0
         self.stored_pages = 0
         self.failed_pages = 0
@@ -62,6 +75,20 @@ class StoreQueue:
             node.storing = True
             node.tries = 0
             self._queue(cache, node)
+
+    def want_again(self, cache: PageCache) -> None:
+        """The store is well: what it did not take is tried once more, as far as it is still in host memory."""
+        refused, self._refused = self._refused, deque(maxlen=MAX_REFUSED)
+        for node in refused:
+            if not node.stale and node.pages[Tier.HOST] != NONE:
+                self.want(cache, node)
+
+    def emptied(self, cache: PageCache) -> None:
+        """Nothing is known to be stored; what was being stored meanwhile may have gone too, so it is tried again."""
+        for node in cache.tree:
+            node.stored = False
+        for batch in self._batches.values():
+            batch.stored = bytearray(len(batch.nodes))
 
     def _queue(self, cache: PageCache, node: Node) -> None:
         if self._staging:
@@ -112,7 +139,9 @@ class StoreQueue:
         else:
             self.failed_pages += 1
             node.storing = False
+            self._refused.append(node)
 
     def clear(self) -> None:
         self._wanted.clear()
         self._batches.clear()
+        self._refused.clear()

@@ -30,6 +30,7 @@ from forebay.core.messages import (
 )
 from forebay.core.planner import Effects, Event, GridLost, Planner
 from forebay.core.replica import PlannerConfig
+from forebay.core.storing import StoreEmptied, StoreWell
 from forebay.models.config import load_config
 from forebay.observe.events import Rings
 from forebay.observe.figures import Meter, StoreState
@@ -42,6 +43,7 @@ from forebay.runtime.store_flush import StoreFlushes
 from forebay.runtime.telemetry import Telemetry
 from forebay.settings import FetchRoute, HostMode, Schedule
 from forebay.store.backends.open import StoreURLError
+from forebay.store.breaker import State
 
 SNAPSHOT_S = 0.25
 NEVER_TOKENS = 1 << 62  # no prefix is that long: pages are stored and never fetched
@@ -74,6 +76,8 @@ class PlannerProcess:
         self._store_view = StoreView()
         self._telemetry = telemetry
         self._store_flushes = StoreFlushes()
+        self._store_news: list[Event] = []  # for the next step
+        self._store_was_well = True
         self._answered = os.eventfd(0, os.EFD_NONBLOCK)
         self._snapshot_due = 0.0
         self._said_writing = False
@@ -164,7 +168,7 @@ class PlannerProcess:
 
     def _drain(self, now: float) -> list[Event]:
         """Everything that has arrived. Deaths come last: what a rank said before it died still counts."""
-        events: list[Event] = []
+        events, self._store_news = self._store_news, []
         for identity, frame, _ in _frames(self._frontend):
             if identity == self._boot.frontend_identity:
                 with _reported("the frontend"):
@@ -190,7 +194,17 @@ class PlannerProcess:
                         self._telemetry.heard(rank, figures)
         if self._ranks is not None and (lost := self._ranks.watch(now)) is not None:
             events.append(lost)
+        if any(isinstance(event, Heartbeat) for event in events):
+            events += self._news_of_store()
         return events
+
+    def _news_of_store(self) -> list[Event]:
+        """Whether planner and ranks ask it again, as far as their last words say."""
+        was_well, store = self._store_was_well, self._store
+        if store is None:
+            return []
+        self._store_was_well = self._store_view.fold(store.health).state == State.CLOSED
+        return [StoreWell()] if self._store_was_well and not was_well else []
 
     def _carry_out(self, effects: Effects) -> list[Event]:
         """Do what a step asks for; what went wrong comes back as events for the next one."""
@@ -236,6 +250,7 @@ class PlannerProcess:
         for call, left_s in start:
             self._store.clear(call, left_s, self._wake)
         while not self._store.cleared.empty():
+            self._store_news.append(StoreEmptied())
             done = self._store_flushes.cleared(self._store.cleared.get())
             answers += [] if done is None else [done]
         self._answer_flushes(answers)

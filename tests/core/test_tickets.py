@@ -21,6 +21,7 @@ from forebay.core.pace import work_of
 from forebay.core.planner import Effects, Event, GridLost, GridReady
 from forebay.core.request import Phase
 from forebay.core.sampling import SamplingParams
+from forebay.core.storing import StoreEmptied, StoreWell
 from forebay.core.tickets import TICKETS_AT_ONCE, FetchPolicy, QueryDone
 from forebay.core.transfers import WritePolicy
 from forebay.core.tree import Tier
@@ -454,3 +455,59 @@ def test_progress_that_makes_no_sense_ends_the_epoch(transfer: int, pages: int) 
     ticket = issue(desk)
     effects = desk.take(FetchProgress(1, 0, transfer or ticket.transfer, pages, False))
     assert effects.restart is not None and "was not asked for" in effects.restart
+
+
+# ------------------------------------------------------------------------------------------ what the store did not take, or has lost
+
+
+def refused(desk: StoreDesk, order: Store) -> Effects:
+    return desk.take(StoreDone(1, 0, order.transfer, bytes(len(order.pages))))
+
+
+def taken(desk: StoreDesk, order: Store) -> Effects:
+    return desk.take(StoreDone(1, 0, order.transfer, b"\1" * len(order.pages)))
+
+
+def stores(effects: Effects) -> list[set[bytes]]:
+    """The pages of each STORE."""
+    return [{page.hash for page in order.pages} for order in effects.orders if isinstance(order, Store)]
+
+
+def given_up() -> tuple[StoreDesk, Store]:
+    """Pages that the store refused as often as they are tried."""
+    desk, order = saving()
+    (again,) = refused(desk, order).orders
+    assert isinstance(again, Store) and not refused(desk, again).orders
+    return desk, order
+
+
+def test_what_a_store_that_was_away_refused_is_stored_when_it_is_back() -> None:
+    desk, order = given_up()
+    assert stores(desk.take(StoreWell())) == [{page.hash for page in order.pages}]
+    assert not stores(desk.take(StoreWell())), "once"
+
+
+def test_what_has_left_host_memory_meanwhile_is_not() -> None:
+    desk, _ = given_up()
+    desk.take(Flush(1, ("device", "host"), 5.0))
+    assert not stores(desk.take(StoreWell()))
+
+
+def test_a_refused_page_is_stored_when_it_is_used_again() -> None:
+    desk, order = given_up()
+    assert stores(ask(desk, "again", PROMPT[:9])) == [{page.hash for page in order.pages}]
+
+
+def test_after_a_flush_of_the_store_alone_pages_in_memory_count_as_stored_no_longer() -> None:
+    desk, order = saving()
+    taken(desk, order)
+    assert not stores(ask(desk, "b", PROMPT[:9])), "it is there"
+    desk.take(Abort("b"))
+    assert not stores(desk.take(StoreEmptied())), "whoever emptied it did not want it filled at once"
+    assert stores(ask(desk, "c", PROMPT[:9])) == [{page.hash for page in order.pages}], "but when they are used"
+
+
+def test_what_was_being_stored_while_the_store_was_emptied_is_stored_again() -> None:
+    desk, order = saving()
+    desk.take(StoreEmptied())
+    assert stores(taken(desk, order)) == [{page.hash for page in order.pages}]
