@@ -18,7 +18,7 @@ from rich.table import Table
 
 from forebay.settings import SettingsError, format_size, parse_size
 from forebay.store import bench as measuring
-from forebay.store import bench_peers
+from forebay.store import bench_peers, bench_tls
 from forebay.store import bench_prefetch as prefetching
 from forebay.store import fsck as checker
 from forebay.store.address import Address, AddressError, StoreUrl
@@ -414,6 +414,29 @@ def _checked_tiers(tiers: list[str]) -> tuple[str, ...]:
     return tuple(tiers)
 
 
+def _bench_config(sizes: str, footprint: str, rounds: int) -> measuring.BenchConfig:
+    return measuring.BenchConfig(tuple(parse_size(size) for size in sizes.split(",")), footprint=parse_size(footprint), rounds=rounds)
+
+
+def _prefetch_ttft(model: str, route: str, logs: Path) -> list[dict[str, Any]]:
+    """Imported only when it is wanted: it brings the engine with it."""
+    from forebay.bench import prefetch_ttft
+    from forebay.bench.ttft.plan import TtftError
+    from forebay.models.errors import ModelError
+    from forebay.settings import FetchRoute
+
+    if route not in ("staged", "ticket"):
+        raise SettingsError(f"--route {route} is not known; allowed: staged, ticket")
+    try:
+        return prefetch_ttft.run(
+            prefetch_ttft.PrefetchTtftBench(model, logs, FetchRoute(route)), lambda line: typer.echo(line, err=True)
+        )
+    except ModelError as error:
+        raise SettingsError(str(error)) from error
+    except TtftError as error:
+        raise measuring.BenchError(str(error)) from error
+
+
 @app.command()
 def bench(
     footprint: Annotated[str, typer.Option(help="bytes of keys that every figure rotates over")] = "1GiB",
@@ -423,26 +446,32 @@ def bench(
     tier: Annotated[list[str] | None, typer.Option(help="dram or ssd; both if not given")] = None,
     peer: Annotated[list[str] | None, typer.Option(help="another store in the same run: redis or mooncake; may be given again")] = None,
     prefetch: Annotated[bool, typer.Option("--prefetch", help="measure prefetch on exist instead: off and on, same data")] = False,
+    serve: Annotated[
+        str | None, typer.Option(help="with --prefetch: time to first token through servers of this model, not reads")
+    ] = None,
+    tls_cert: Annotated[Path | None, typer.Option(help="measure TLS instead, beside TCP without: a certificate for 127.0.0.1")] = None,
+    tls_key: TlsKey = None,
+    route: Annotated[str, typer.Option(help="with --serve: the servers' fetch route, staged or ticket")] = "staged",
     json: Json = False,
 ) -> None:
     """Measure puts, gets and exists beside memcpy, raw sockets and O_DIRECT in the same run."""
     with _one_line_errors():
         try:
-            if prefetch:
+            if serve is not None and not prefetch:
+                raise SettingsError("--serve MODEL goes with --prefetch; give both, or neither")
+            if _tls(tls_cert, tls_key) is not None and tls_cert is not None and tls_key is not None:
+                result: dict[str, Any] = bench_tls.run(_bench_config(sizes, footprint, rounds), tls_cert, tls_key)
+            elif prefetch:
                 with tempfile.TemporaryDirectory(dir=directory) as logs:
-                    rows = prefetching.run(prefetching.PrefetchBench(Path(logs)))
-                result: dict[str, Any] = {"config": {}, "floors": {}, "rows": [], "prefetch": rows}
+                    if serve is None:
+                        rows = prefetching.run(prefetching.PrefetchBench(Path(logs)))
+                    else:
+                        rows = _prefetch_ttft(serve, route, Path(logs))
+                result = {"config": {}, "floors": {}, "rows": [], "prefetch": rows}
             else:
-                result = measuring.run(
-                    measuring.BenchConfig(
-                        sizes=tuple(parse_size(size) for size in sizes.split(",")),
-                        footprint=parse_size(footprint),
-                        rounds=rounds,
-                        directory=directory,
-                        peers=_checked_peers(peer or []),
-                        tiers=_checked_tiers(tier or ["dram", "ssd"]),
-                    )
-                )
+                peers, tiers = _checked_peers(peer or []), _checked_tiers(tier or ["dram", "ssd"])
+                config = dataclasses.replace(_bench_config(sizes, footprint, rounds), directory=directory, peers=peers, tiers=tiers)
+                result = measuring.run(config)
         except (measuring.BenchError, PeerError) as error:
             _fail(f"the measurement is not valid: {error}")
     if json:
@@ -459,8 +488,12 @@ def bench(
     for row in result["prefetch"]:
         off, on = row["off_ms"], row["on_ms"]
         typer.echo(
-            f"concurrency {row['concurrency']}: read p50 {off['p50']:.1f} -> {on['p50']:.1f} ms, "
+            f"concurrency {row['concurrency']}: {'TTFT' if 'route' in row else 'read'} p50 {off['p50']:.1f} -> {on['p50']:.1f} ms, "
             f"mean {off['mean']:.1f} -> {on['mean']:.1f}, "
             f"p99 {off['p99']:.1f} -> {on['p99']:.1f}; {row['dram_bytes_pct']:.0f} % of bytes from DRAM; "
             f"saved {row['saved_pct']:.0f} % of at most {row['bound_pct']:.0f} %"
         )
+        if "roomy_change_pct" in row:
+            typer.echo(
+                f"  with DRAM for everything: mean {row['roomy_off_ms']['mean']:.1f} ms, {row['roomy_change_pct']:+.1f} % with prefetch"
+            )

@@ -77,8 +77,8 @@ class Row:
 
 
 @contextlib.contextmanager
-def store_process(*args: str) -> Iterator[str]:
-    """A store in a process of its own; its URL."""
+def store_process(*args: str, query: str = "") -> Iterator[str]:
+    """A store in a process of its own; its URL, with ``query`` behind it."""
     command = [sys.executable, "-c", _UP, "up", "--listen", "127.0.0.1:0", "--json", *args]
     child = subprocess.Popen(command, stdout=subprocess.PIPE)
     assert child.stdout is not None
@@ -86,7 +86,7 @@ def store_process(*args: str) -> Iterator[str]:
         line = child.stdout.readline()
         if not line:
             raise BenchError("the store to be measured did not start")
-        url = str(json.loads(line)["url"])
+        url = str(json.loads(line)["url"]) + query
         with StoreClient.connect(url) as client:
             wait_until(lambda: client.stats().holders_usable == 1, "the store serves")
         time.sleep(SETTLE_S)
@@ -133,14 +133,14 @@ def _memory_rows(config: BenchConfig) -> list[Row]:
 
 def _put_rows(config: BenchConfig, clients: dict[str, StoreClient], peers: Peers, size: int) -> list[Row]:
     """Half of the keys are put locally, half over TCP, in batches of 32; peers get all; the floor is a copy."""
-    keys = _keys(size, config.footprint)
+    keys = keys_for(size, config.footprint)
     source = np.random.default_rng(size).integers(0, 255, size, dtype=np.uint8)
     target = np.empty_like(source)
     half = len(keys) // 2
     rows = []
     for where, some in (("local", keys[:half]), ("tcp", keys[half:])):
         begun = time.perf_counter()
-        for chunk in _chunks(some, 32):
+        for chunk in chunks(some, 32):
             statuses = clients[where].put_from(chunk, [source.data] * len(chunk), timeout_s=30.0)
             if set(statuses) - {Status.OK}:
                 raise BenchError(f"put_from over {where} said {statuses}")
@@ -158,14 +158,14 @@ def _peers_put(peers: Peers, where: str, keys: list[bytes], source: Bytes) -> di
     for (place, name), peer in peers.items():
         if place == where:
             begun = time.perf_counter()
-            for chunk in _chunks(keys, 32):
+            for chunk in chunks(keys, 32):
                 peer.put(chunk, source)
             rates[name] = len(keys) * len(source) / (time.perf_counter() - begun) / 1e9
     return rates
 
 
 def _get_rows(config: BenchConfig, clients: dict[str, StoreClient], peers: Peers, raw: "RawPeer", size: int, batch: int) -> list[Row]:
-    keys = _keys(size, config.footprint)
+    keys = keys_for(size, config.footprint)
     buffers = [np.zeros(size, np.uint8) for _ in range(batch)]
     flat = raw.flat
     places = itertools.cycle(range(0, len(keys) - batch + 1, batch))
@@ -194,7 +194,7 @@ def _get_rows(config: BenchConfig, clients: dict[str, StoreClient], peers: Peers
     for (where, name), peer in peers.items():
         peer.use(buffers)
         contenders[f"{where}/{name}"] = partial(get_from, peer)
-    medians = _interleaved(contenders, config, size * batch)
+    medians = interleaved(contenders, config, size * batch)
     rate = {name: size * batch / seconds / 1e9 for name, seconds in medians.items()}
     beside = {at: {name: rate[f"{where}/{name}"] for where, name in peers if where == at} for at in ("local", "tcp")}
     rows = [
@@ -207,7 +207,7 @@ def _get_rows(config: BenchConfig, clients: dict[str, StoreClient], peers: Peers
             "raw": lambda: raw.pull(size, 1, buffers),
             "ping": raw.ping,
         }
-        p50 = _interleaved(singles, config, size)
+        p50 = interleaved(singles, config, size)
         in_us = {name: medians[f"tcp/{name}"] * 1e6 for where, name in peers if where == "tcp"}
         rows.append(Row("get", size, 1, "tcp", "dram", p50["get"] * 1e6, (p50["raw"] + p50["ping"]) * 1e6, "us_p50", in_us))
     return rows
@@ -222,7 +222,7 @@ def _exists_rows(config: BenchConfig, client: StoreClient, peers: Peers, raw: "R
         peer.put(keys, np.ones(1, np.uint8))
         if where == "tcp":
             contenders[name] = partial(_peer_exists, peer, keys)
-    p50 = _interleaved(contenders, config, 1 << 20)
+    p50 = interleaved(contenders, config, 1 << 20)
     rate = {name: 128 / seconds for name, seconds in p50.items()}
     beside = {name: rate[name] for where, name in peers if where == "tcp"}
     several = statistics.median(_exists_in_flight(client, keys) for _ in range(config.rounds))
@@ -283,9 +283,9 @@ def _cold_footprint(config: BenchConfig, size: int) -> int:
 
 
 def _ssd_reads(config: BenchConfig, client: StoreClient, size: int, path: Path) -> list[Row]:
-    keys = _keys(size, _cold_footprint(config, size))
+    keys = keys_for(size, _cold_footprint(config, size))
     source = np.random.default_rng(size).integers(0, 255, size, dtype=np.uint8)
-    for chunk in _chunks(keys, 32):
+    for chunk in chunks(keys, 32):
         statuses = client.put_from(chunk, [source.data] * len(chunk))
         if set(statuses) - {Status.OK, Status.EXISTS}:
             raise BenchError(f"the SSD arm could not be filled: {statuses}")
@@ -310,7 +310,7 @@ def _ssd_reads(config: BenchConfig, client: StoreClient, size: int, path: Path) 
                     os.preadv(fd, [block], next(blocks) * size)
 
             contenders: dict[str, Callable[[], object]] = {"get": get, "direct": partial(direct, small), "huge": partial(direct, huge)}
-            medians = _interleaved(contenders, config, size * batch)
+            medians = interleaved(contenders, config, size * batch)
             rate = {name: size * batch / seconds / 1e9 for name, seconds in medians.items()}
             row = Row("get_into", size, batch, "local", "ssd", rate["get"], rate["direct"], "GB/s")
             row.floors["direct_into_huge_pages"] = rate["huge"]
@@ -372,7 +372,7 @@ while len(asked := peer.recv(64, socket.MSG_WAITALL)) == 64:
         self._socket.sendall(size.to_bytes(8, "little") + count.to_bytes(8, "little") + bytes(48))
 
 
-def _interleaved(contenders: Mapping[str, Callable[[], object]], config: BenchConfig, call_bytes: int) -> dict[str, float]:
+def interleaved(contenders: Mapping[str, Callable[[], object]], config: BenchConfig, call_bytes: int) -> dict[str, float]:
     """Median seconds of one call of each contender, over rounds in which they take turns; the first round warms up."""
     calls = max(3, min(400, config.round_bytes // call_bytes))
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
@@ -399,12 +399,12 @@ def _write_raw(path: Path, size: int, count: int) -> None:
         os.close(fd)
 
 
-def _keys(size: int, footprint: int) -> list[bytes]:
+def keys_for(size: int, footprint: int) -> list[bytes]:
     """As many as the footprint holds, and at least a large batch."""
     return [b"bench-%d-%d" % (size, index) for index in range(max(32, footprint // (size + 64)))]
 
 
-def _chunks(keys: list[bytes], count: int) -> list[list[bytes]]:
+def chunks(keys: list[bytes], count: int) -> list[list[bytes]]:
     return [keys[start : start + count] for start in range(0, len(keys), count)]
 
 

@@ -11,7 +11,7 @@ from typer.testing import CliRunner, Result
 
 from forebay.cli.store import app
 from forebay.store import bench_peers
-from tests.store.store_cluster import wait_for
+from tests.store.store_cluster import CERTIFICATE, KEY, wait_for
 from tests.store.store_process import Farm, Process, farm
 
 
@@ -96,6 +96,9 @@ def test_fsck_says_what_is_wrong_and_what_would_be_cut(nodes: Farm, up: Process,
         (("fsck", "/does/not/exist"), "no such directory"),
         (("bench", "--peer", "memcached"), "allowed: redis, mooncake"),
         (("bench", "--tier", "tape"), "allowed: dram, ssd"),
+        (("bench", "--serve", "demo"), "goes with --prefetch"),
+        (("bench", "--prefetch", "--serve", "demo", "--route", "off"), "allowed: staged, ticket"),
+        (("bench", "--tls-cert", "cert.pem"), "belong together"),
     ],
     ids=lambda one: one if isinstance(one, str) else " ".join(one),
 )
@@ -131,6 +134,18 @@ def test_the_bench_measures_and_says_so_in_json(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_the_bench_measures_tls_beside_tcp_without_it() -> None:
+    tls = ("--tls-cert", str(CERTIFICATE), "--tls-key", str(KEY))
+    result = run("bench", *tls, "--sizes", "64KiB", "--footprint", "4MiB", "--rounds", "1", "--json")
+    rows = json.loads(result.stdout)["rows"]
+    assert [(row["op"], row["batch"], row["where"]) for row in rows] == [
+        ("put_from", 32, "tcp+tls"),
+        ("get_into", 1, "tcp+tls"),
+        ("get_into", 32, "tcp+tls"),
+    ]
+    assert all(row["forebay"] > 0 and row["floor"] > 0 for row in rows)
+
+
 @pytest.mark.parametrize("name", bench_peers.NAMES)
 def test_the_bench_measures_a_peer_beside_us_in_the_same_run(name: str, tmp_path: Path) -> None:
     if why := bench_peers.missing(name):
