@@ -126,7 +126,7 @@ def on_files(start: Start, directory: Path) -> Served:
 
 
 def files(directory: Path) -> set[Path]:
-    return set(directory.glob("??/??/*.page"))
+    return set(directory.glob("??/*.page"))
 
 
 def flip(path: Path) -> None:
@@ -235,8 +235,12 @@ def test_a_store_that_stands_still_dies_and_comes_back_costs_pages_and_never_the
     assert [ask(served, name) for name in texts] == [(text, 0) for text in texts.values()]
     until(lambda: state(served) != "closed")
     check_baseline(served)
+    before = stored(served)
+    late, _ = ask(served, "four")  # nobody stores it now
     up.resume()
     until(lambda: state(served) == "closed")
+    until(lambda: stored(served) >= before + PAGES)
+    until(lambda: is_warm(served, "four", late))
     until(lambda: is_warm(served, one, texts[one]))
 
     wrong: list[object] = []

@@ -173,7 +173,7 @@ def test_health_says_that_it_is_well(store: PageStore) -> None:
 
 
 def files(path: Path) -> list[Path]:
-    return sorted(path.glob("??/??/*.page"))
+    return sorted(path.glob("??/*.page"))
 
 
 def test_directory_keeps_its_size_by_least_recent_use_and_over_a_restart(tmp_path: Path) -> None:
@@ -186,6 +186,22 @@ def test_directory_keeps_its_size_by_least_recent_use_and_over_a_restart(tmp_pat
         assert put(store, b"%d" % index, bytes(1000)) is Status.OK
     assert get(store, b"0", 1000) == bytes(1000) and get(store, b"1", 1000) is Status.NOT_FOUND
     assert sum(path.stat().st_size for path in files(tmp_path)) <= 10 * 1100
+
+
+def test_directory_of_an_earlier_version_is_taken_over(tmp_path: Path) -> None:
+    """It had two levels of folders."""
+    store = DirectoryStore(tmp_path, 1 << 20)
+    for index in range(20):
+        assert put(store, b"%d" % index, bytes([index]) * 1000) is Status.OK
+    for path in files(tmp_path):
+        below = path.parent / path.name[2:4]
+        below.mkdir()
+        path.rename(below / path.name)
+    assert files(tmp_path) == []
+    store = DirectoryStore(tmp_path, 1 << 20)
+    assert [get(store, b"%d" % index, 1000) for index in range(20)] == [bytes([index]) * 1000 for index in range(20)]
+    assert len(files(tmp_path)) == 20 and not list(tmp_path.glob("??/??")), "nothing of the old form is left"
+    assert store.files.count == 20
 
 
 def test_directory_a_damaged_or_foreign_file_is_a_miss_and_goes(tmp_path: Path) -> None:

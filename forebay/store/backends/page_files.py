@@ -1,9 +1,10 @@
 """The files of a directory store: one an object, at most so many bytes of them, the least recently used going first.
 
-    DIR/ab/cd/<sha256 of key>.page       = head {magic, key length, value length, CRC32C} | key | value
+    DIR/ab/<sha256 of key>.page          = head {magic, key length, value length, CRC32C} | key | value
     DIR/tmp/<machine>-<pid>-<n>            being written; then it gets its name, so no reader meets half of one
 
-Two levels of 256 directories (FIELD_REPORTS B13). Calls block for as long as the file system does; see `file_threads`.
+256 directories (FIELD_REPORTS B13): a second level would be a directory, and its making, for nearly every file. Calls block for as long
+as the file system does; see `file_threads`.
 """
 
 import contextlib
@@ -16,7 +17,7 @@ import struct
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from forebay.store.address import this_machine
@@ -60,6 +61,7 @@ class PageFiles:
         self._free_seen = (float("-inf"), 0)
         self._temporary.mkdir(parents=True, exist_ok=True)
         self._sweep_temporary()
+        _lift(root)
         self._list()
 
     @property
@@ -108,20 +110,22 @@ class PageFiles:
         try:
             if not self._make_room(total):
                 return Status.NO_SPACE
-            self._temporary.mkdir(parents=True, exist_ok=True)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with beside.open("xb", buffering=0) as file:
+            fd = _create(beside)
+            try:
                 head = _HEAD.pack(_MAGIC, len(key), len(value), crc32c(value.data))
-                _write_all(file.fileno(), [memoryview(head + key), value.data])
+                _write_all(fd, [memoryview(head + key), value.data])
+            finally:
+                os.close(fd)
             is_new = _publish(beside, path, total)
         except OSError as error:
             with contextlib.suppress(OSError):
                 beside.unlink()
             self._free_seen = (float("-inf"), 0)
             return Status.NO_SPACE if error.errno in _FULL else Status.UNAVAILABLE
-        self._used_now(path, total)
         if not is_new:
+            self._used_now(path, total)
             return Status.EXISTS
+        self._note(path.name, total)
         with self._lock:
             self._put_since_listed += total
             self._free_seen = (self._free_seen[0], self._free_seen[1] - total)
@@ -162,12 +166,12 @@ class PageFiles:
     def clear(self, parts: Sequence[bytes], deadline: float) -> int:
         """Remove the objects whose key ends in one of ``parts``, until ``deadline``; how many."""
         removed = 0
-        for path in self.root.glob("??/??/*.page"):
+        for entry in _pages(self.root):
             if time.monotonic() > deadline:
                 break
-            key = _key_of(path)
+            key = _key_of(Path(entry.path))
             if key is not None and key.endswith(tuple(parts)):
-                removed += self.remove(path.name)
+                removed += self.remove(entry.name)
         return removed
 
     # ------------------------------------------------------------------------------------------ space
@@ -188,23 +192,28 @@ class PageFiles:
         return True
 
     def _used_now(self, path: Path, size: int) -> None:
+        if self._note(path.name, size):
+            with contextlib.suppress(OSError):
+                os.utime(path)  # so that others and a later start know the order
+
+    def _note(self, name: str, size: int) -> bool:
+        """It is the most recently used now; False for one that cannot be removed anyway."""
         with self._lock:
-            if path.name in self._stubborn:
-                return
-            self._used += size - self._files.get(path.name, 0)
-            self._files[path.name] = size
-            self._files.move_to_end(path.name)
-        with contextlib.suppress(OSError):
-            os.utime(path)  # so that others and a later start know the order
+            if name in self._stubborn:
+                return False
+            self._used += size - self._files.get(name, 0)
+            self._files[name] = size
+            self._files.move_to_end(name)
+            return True
 
     def _list(self) -> None:
         """What is there now, by time of last use."""
         self._put_since_listed = 0
         found = []
-        for path in self.root.glob("??/??/*.page"):
+        for entry in _pages(self.root):
             with contextlib.suppress(OSError):
-                stat = path.stat()
-                found.append((stat.st_mtime_ns, path.name, stat.st_size))
+                stat = entry.stat()
+                found.append((stat.st_mtime_ns, entry.name, stat.st_size))
         with self._lock:
             self._stubborn = {name: size for _, name, size in found if name in self._stubborn}
             self._files = OrderedDict((name, size) for _, name, size in sorted(found) if name not in self._stubborn)
@@ -225,7 +234,7 @@ class PageFiles:
         return time.time() - path.stat().st_mtime > _FOREIGN_STALE_S
 
     def _place(self, name: str) -> Path:
-        return self.root / name[:2] / name[2:4] / name
+        return self.root / name[:2] / name
 
 
 def file_bytes(key: bytes, value_bytes: int) -> int:
@@ -254,17 +263,61 @@ def _value_of(data: Bytes, key: bytes) -> Bytes | None:
     return value if crc32c(value.data) == crc else None
 
 
+def _pages(root: Path) -> Iterator[os.DirEntry[str]]:
+    """The objects' files that are there now."""
+    for directory in _directories(root):
+        with contextlib.suppress(OSError), os.scandir(directory.path) as found:
+            yield from (entry for entry in found if entry.name.endswith(".page"))
+
+
+def _lift(root: Path) -> None:
+    """Earlier versions had a second level of directories: what is there moves up, once."""
+    for first in _directories(root):
+        for second in _directories(first.path):
+            with contextlib.suppress(OSError):
+                for entry in list(os.scandir(second.path)):
+                    Path(entry.path).replace(Path(first.path, entry.name))
+                Path(second.path).rmdir()
+
+
+def _directories(path: str | Path) -> list[os.DirEntry[str]]:
+    """Those with names of two letters; none if it cannot be read."""
+    with contextlib.suppress(OSError), os.scandir(path) as found:
+        return [entry for entry in found if len(entry.name) == 2 and entry.is_dir()]
+    return []
+
+
+def _create(path: Path) -> int:
+    """A new file, opened to be written; its directory is made if it is not there. Raises ``OSError``."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    try:
+        return os.open(path, flags, 0o666)
+    except FileNotFoundError:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return os.open(path, flags, 0o666)
+
+
+def _link(beside: Path, path: Path) -> None:
+    """Raises ``OSError``."""
+    try:
+        os.link(beside, path)
+    except FileNotFoundError:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        os.link(beside, path)
+
+
 def _publish(beside: Path, path: Path, size: int) -> bool:
     """Give a finished file its name. Of writers that come at once the first wins, and the others learn of it (False); an object of
     another length is replaced. Raises ``OSError``."""
     try:
-        os.link(beside, path)
+        _link(beside, path)
     except FileExistsError:
         if path.stat().st_size == size:
             beside.unlink()
             return False
         beside.replace(path)
     except OSError:  # a file system without hard links
+        path.parent.mkdir(parents=True, exist_ok=True)
         beside.replace(path)
     else:
         beside.unlink()
@@ -274,9 +327,9 @@ def _publish(beside: Path, path: Path, size: int) -> bool:
 def _count(root: Path) -> tuple[int, int]:
     """(objects, bytes) of the files that are there now."""
     objects = used = 0
-    for path in root.glob("??/??/*.page"):
+    for entry in _pages(root):
         with contextlib.suppress(OSError):
-            used += path.stat().st_size
+            used += entry.stat().st_size
             objects += 1
     return objects, used
 
