@@ -28,6 +28,7 @@ _OPS = {  # counter of the master -> op, outcome
     "get_missed": ("get", "not_found"),
     "removed": ("remove", "ok"),
     "evicted": ("evict", "ok"),
+    "evicted_unlogged": ("evict", "unlogged"),  # of those: before they had reached a log, since the disk did not work
 }
 _PROMOTIONS = {  # counter of the master -> trigger, outcome
     "promoted_hit": ("hit", "done"),

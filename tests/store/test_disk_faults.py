@@ -75,11 +75,13 @@ def survives_a_broken_disk(master: Process, holder: Process, nodes: Farm, diseas
         disease.heal()
         wait_for(lambda: state(client) == "ok", RECOVERY_S, "well again")
         wait_for(lambda: there(client, meanwhile) <= durable(client, meanwhile), RECOVERY_S, "what DRAM still has of it is logged")
-        # Put again where traffic has evicted it before it was logged.
-        wait_for(lambda: stored(client, b"after") and durable(client, {b"after"}), RECOVERY_S, "what comes now is logged")
+        unlogged = client.stats().counters.get("evicted_unlogged", 0)
         wait_for(traffic.progress(), what="traffic goes on")
+        assert client.stats().counters.get("evicted_unlogged", 0) == unlogged, "while the disk works nothing goes before it is logged"
     with StoreClient.connect(master.url) as client:
-        safe = durable(client, traffic.stored)
+        assert stored(client, b"after")  # nothing is put any more that it would have to make room for, in DRAM or in the log
+        wait_for(lambda: durable(client, {b"after"}), RECOVERY_S, "what comes now is logged")
+        safe = durable(client, traffic.stored) | {b"after"}
         holder.kill()
         nodes.again(holder)
         assert_whole(client, safe, traffic.removed)

@@ -49,6 +49,8 @@ def evict(state: State, replica: MemoryReplica) -> None:
     object = replica.object
     state.count("evicted")
     state.count("evicted_bytes", object.length)
+    if replica.lane is not None and replica.lane.kind is Kind.VOLATILE:
+        state.count("evicted_unlogged")
     drop_memory(state, replica, lease_until=0.0, now=0.0)
     if not object.memory and not object.ssd:
         del object.tenant.objects[object.key]
