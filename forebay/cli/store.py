@@ -297,7 +297,7 @@ def get(
 ) -> None:
     """The bytes of one key."""
     with _client(url, tenant, secret_file, timeout_s) as client:
-        value = client.get(_key(key))
+        value = client.get(_key(key), group=client.groups_of([_key(key)])[0])
         if value is None:
             _fail(f"{key}: not there")
         if output is not None:
@@ -324,14 +324,16 @@ def put(
 def rm(url: Url, keys: Keys, tenant: Tenant = "default", secret_file: SecretFile = None, timeout_s: Timeout = 5.0) -> None:
     """Remove keys, for good."""
     with _client(url, tenant, secret_file, timeout_s) as client:
-        _tell(dict(zip(keys, client.remove([_key(key) for key in keys]), strict=True)))
+        named = [_key(key) for key in keys]
+        _tell(dict(zip(keys, client.remove(named, groups=client.groups_of(named)), strict=True)))
 
 
 @app.command()
 def prefetch(url: Url, keys: Keys, tenant: Tenant = "default", secret_file: SecretFile = None, timeout_s: Timeout = 5.0) -> None:
     """Bring keys from SSD to DRAM (the master must run with --ssd-prefetch). Returns when holders were told."""
     with _client(url, tenant, secret_file, timeout_s) as client:
-        client.prefetch([_key(key) for key in keys])
+        named = [_key(key) for key in keys]
+        client.prefetch(named, groups=client.groups_of(named))
         deadline = time.monotonic() + PREFETCH_WAIT_S
         counters = client.prefetched
         while counters.sent + counters.resident + counters.missing + counters.failed < len(set(keys)) and time.monotonic() < deadline:

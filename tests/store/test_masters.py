@@ -15,6 +15,7 @@ from forebay.store.wire.messages import Tier
 from tests.store.store_cluster import wait_for
 from tests.store.store_process import Farm, Process, farm
 from tests.store.store_traffic import RECOVERY_S, value
+from tests.store.test_cli_store import run as run_cli
 
 GROUPS = [b"group-%d" % number for number in range(12)]
 
@@ -113,6 +114,18 @@ def test_keys_without_groups_are_spread_and_found_alone_and_as_prefixes(nodes: F
         for one in masters:
             with StoreClient.connect(one.url) as alone:
                 assert 0 < alone.stats().objects < len(wholes)
+
+
+def test_people_find_keys_whatever_group_they_were_put_under(nodes: Farm) -> None:
+    _, _, url = started(nodes)
+    with StoreClient.connect(url, timeout_s=3.0) as client:
+        filled(client)
+    for group in GROUPS[:4]:
+        key = pages(group)[0]
+        assert run_cli("get", url, key.decode()).stdout_bytes == value(key)
+        assert run_cli("rm", url, key.decode()).exit_code == 0
+        assert run_cli("get", url, key.decode()).exit_code == 1
+    assert run_cli("rm", url, "none").exit_code == 1
 
 
 def test_with_one_master_groups_change_nothing(nodes: Farm) -> None:

@@ -7,6 +7,7 @@ hash of a prefix. Without groups each key is its own. Whoever asks for a key mus
 """
 
 import heapq
+import itertools
 import ssl
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -235,6 +236,17 @@ class StoreClient:
         nowhere: frozenset[Tier] = frozenset()
         return self._each(keys, groups, nowhere, lambda master, some: master.tiers(_of(keys, some), timeout_s))
 
+    def groups_of(self, keys: Sequence[bytes], timeout_s: float | None = None) -> "_List[bytes]":
+        """A group for each key under which its master is found, whatever group it was put under: for people, who see keys alone. With
+        several masters all of them are asked; of a key that none of them has, the key itself."""
+        if len(self.masters) == 1:
+            return list(keys)
+        groups = list(keys)
+        for name, master in zip(self._names, self.masters, strict=True):
+            has = master.exists(keys, timeout_s=timeout_s) if self._is_up(master) else [False] * len(keys)
+            groups = [self._group_at(name) if there else group for there, group in zip(has, groups, strict=True)]
+        return groups
+
     @property
     def prefetched(self) -> PrefetchCounters:
         """What became of this client's prefetches so far."""
@@ -259,6 +271,12 @@ class StoreClient:
 
     def _master_of(self, group: bytes) -> OneMaster:
         return self.masters[place_of(self._names, group)]
+
+    def _group_at(self, name: bytes) -> bytes:
+        """Some group that is with the master of that name."""
+        return next(
+            group for group in map(str.encode, map(str, itertools.count())) if self._names[place_of(self._names, group)] == name
+        )
 
     def _is_up(self, master: OneMaster) -> bool:
         """Whether a call goes out to ``master``; it always does if there is time to wait for it."""
