@@ -79,7 +79,8 @@ def survives_a_broken_disk(master: Process, holder: Process, nodes: Farm, diseas
         wait_for(traffic.progress(), what="traffic goes on")
         assert client.stats().counters.get("evicted_unlogged", 0) == unlogged, "while the disk works nothing goes before it is logged"
     with StoreClient.connect(master.url) as client:
-        assert stored(client, b"after")  # nothing is put any more that it would have to make room for, in DRAM or in the log
+        # Nothing is put any more that it would have to make room for, in DRAM or in the log: under traffic both turn over in a second.
+        wait_for(lambda: stored(client, b"after"), RECOVERY_S)
         wait_for(lambda: durable(client, {b"after"}), RECOVERY_S, "what comes now is logged")
         safe = durable(client, traffic.stored) | {b"after"}
         holder.kill()
