@@ -154,7 +154,7 @@ def test_damaged_files_cost_their_pages(on_files: Served, directory: Path, damag
     name, text = prime(on_files, damage.__name__)
     mine = sorted(files(directory) - before, key=lambda path: path.stat().st_mtime_ns)
     assert len(mine) >= 2 * PAGES, "each of two stages has its part of a page"
-    assert ask(on_files, name) == (text, PAGES * PAGE)
+    until(lambda: is_warm(on_files, name, text))
     check_baseline(on_files)
     for path in mine:
         damage(path)
@@ -183,7 +183,7 @@ def test_a_directory_that_goes_away_and_comes_back(on_files: Served, directory: 
     check_baseline(on_files)
     until(lambda: state(on_files) == "closed")
     name, text = prime(on_files, "and made again")
-    assert ask(on_files, name) == (text, PAGES * PAGE)
+    until(lambda: is_warm(on_files, name, text))
     check_baseline(on_files)
 
 
@@ -208,7 +208,7 @@ def test_files_that_hang_cost_one_time_out(on_files: Served, directory: Path) ->
 
     until(let_go)
     name, text = prime(on_files, "after it")
-    assert ask(on_files, name) == (text, PAGES * PAGE)
+    until(lambda: is_warm(on_files, name, text))
     check_baseline(on_files)
 
 
@@ -326,7 +326,7 @@ def pages_of(master: Process) -> int:
 
 
 def is_warm(served: Served, name: str, text: str) -> bool:
-    """A store that has just come back lists what it has for a moment."""
+    """A store that has just come back lists what it has for a moment, and a query that is late on a busy machine is a miss."""
     check_baseline(served)
     said, cached = ask(served, name)
     assert said == text
