@@ -41,7 +41,8 @@ class _Draft:
 
 def build_plan(replica: Replica, epoch: int, now: float) -> Plan | None:
     """The next plan, or None if the pipeline is full or nothing can run."""
-    if sum(not record.is_ahead for record in replica.in_flight) >= replica.config.pp:
+    in_flight, pp = replica.in_flight, replica.config.pp
+    if len(in_flight) >= 2 * pp or sum(not record.is_ahead for record in in_flight) >= pp:
         return None
     draft = _Draft(replica.built + 1)
     _add_decodes(replica, draft)

@@ -72,6 +72,20 @@ def test_hits_never_hold_up_chunks_twice_in_a_row(desk: Desk) -> None:
     assert [spans(plan) for plan in desk.run(chunk)] == [[(12, 13)], [(16, 24)]]
 
 
+def test_plans_that_go_ahead_have_a_limit_too() -> None:
+    """Though the chunk that they went ahead of is aborted before it has a plan."""
+    desk = make_desk(pages=64, max_running=16, max_waiting=16)
+    desk.run_all(desk.submit("first", PROMPT, max_tokens=1))
+    sampling = SamplingParams(max_tokens=1, seed=0)
+    for number in range(4):
+        hit = Submit(f"hit {number}", pack_tokens([*PROMPT, 60 + number]), sampling, (0,))
+        long = Submit(f"long {number}", pack_tokens([100 + number] * 24), sampling, (0,))
+        desk.planner.step(desk.now, [hit, long])
+        desk.planner.step(desk.now, [Abort(f"long {number}")])
+        check(desk.planner.replica)
+    assert [record.is_ahead for record in desk.planner.replica.in_flight] == [True, True]
+
+
 def test_where_hits_ride_they_come_before_the_chunk_and_outside_its_budget() -> None:
     desk = make_desk(hits_ahead=False)
     desk.run_all(desk.submit("first", PROMPT, max_tokens=1))
