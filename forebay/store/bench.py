@@ -3,6 +3,8 @@
 Every figure rotates over ``footprint`` bytes of keys, so that no cache holds them. Rounds of all contenders are interleaved and the
 median is reported; what counts is the ratio to the floor of the same run. Floors: memcpy over the same footprint (local), a raw
 socket pair between two processes (TCP), O_DIRECT reads of the same block size into an ordinary buffer (SSD; into huge pages beside it).
+Forebay's connections on one machine are not paced (`wire.loopback`), so neither is the TCP floor; with the congestion control that the
+machine gives every socket, which peers have, it is in ``floors`` of the row.
 """
 
 import contextlib
@@ -189,6 +191,7 @@ def _get_rows(config: BenchConfig, clients: dict[str, StoreClient], peers: Peers
         "copy": copy,
         "local": lambda: get_with(clients["local"]),
         "raw": lambda: raw.pull(size, batch, buffers),
+        "paced": lambda: raw.pull(size, batch, buffers, paced=True),
         "tcp": lambda: get_with(clients["tcp"]),
     }
     for (where, name), peer in peers.items():
@@ -197,9 +200,10 @@ def _get_rows(config: BenchConfig, clients: dict[str, StoreClient], peers: Peers
     medians = interleaved(contenders, config, size * batch)
     rate = {name: size * batch / seconds / 1e9 for name, seconds in medians.items()}
     beside = {at: {name: rate[f"{where}/{name}"] for where, name in peers if where == at} for at in ("local", "tcp")}
+    paced = {"raw_socket_as_the_machine_has_it": rate["paced"]}
     rows = [
         Row("get_into", size, batch, "local", "dram", rate["local"], rate["copy"], "GB/s", beside["local"]),
-        Row("get_into", size, batch, "tcp", "dram", rate["tcp"], rate["raw"], "GB/s", beside["tcp"]),
+        Row("get_into", size, batch, "tcp", "dram", rate["tcp"], rate["raw"], "GB/s", beside["tcp"], paced),
     ]
     if batch == 1:
         singles = {
@@ -324,13 +328,20 @@ class RawPeer:
     """A process that sends what it is asked for, out of ``footprint`` bytes, with nothing but sockets between."""
 
     _CODE = """
-import socket, struct, sys
+import select, socket, struct, sys
 import numpy as np
+from forebay.store.wire.loopback import send_unpaced
 flat = memoryview(np.random.default_rng(0).integers(0, 255, int(sys.argv[2]), dtype=np.uint8))
-peer = socket.create_connection(("127.0.0.1", int(sys.argv[1])))
-peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+paced, unpaced = peers = [socket.create_connection(("127.0.0.1", int(sys.argv[1]))) for _ in range(2)]
+for peer in peers:
+    peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+send_unpaced(unpaced)
 at = 0
-while len(asked := peer.recv(64, socket.MSG_WAITALL)) == 64:
+while True:
+    peer = select.select(peers, [], [])[0][0]
+    asked = peer.recv(64, socket.MSG_WAITALL)
+    if len(asked) < 64:
+        break
     size, count = struct.unpack_from("<QQ", asked)
     if not count:
         peer.sendall(asked)
@@ -342,34 +353,38 @@ while len(asked := peer.recv(64, socket.MSG_WAITALL)) == 64:
 
     def __init__(self, footprint: int) -> None:
         self.flat: Bytes = np.random.default_rng(1).integers(0, 255, footprint, dtype=np.uint8)
-        listener = socket.create_server(("127.0.0.1", 0))
-        command = [sys.executable, "-c", self._CODE, str(listener.getsockname()[1]), str(footprint)]
-        self._child = subprocess.Popen(command)
-        self._socket, _ = listener.accept()
-        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        listener.close()
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            command = [sys.executable, "-c", self._CODE, str(listener.getsockname()[1]), str(footprint)]
+            self._child = subprocess.Popen(command)
+            self._paced, self._unpaced = listener.accept()[0], listener.accept()[0]
+        for connected in (self._paced, self._unpaced):
+            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def __enter__(self) -> "RawPeer":
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._socket.close()
+        self._paced.close()
+        self._unpaced.close()
         self._child.wait(30)
 
-    def pull(self, size: int, count: int, buffers: list[Bytes]) -> None:
-        self._ask(size, count)
+    def pull(self, size: int, count: int, buffers: list[Bytes], *, paced: bool = False) -> None:
+        """``paced``: as the machine's congestion control has it."""
+        connected = self._paced if paced else self._unpaced
+        _ask(connected, size, count)
         for buffer in buffers[:count]:
             view, done = buffer.data, 0
             while done < size:
-                done += self._socket.recv_into(view[done:], 0, socket.MSG_WAITALL)
+                done += connected.recv_into(view[done:], 0, socket.MSG_WAITALL)
 
     def ping(self) -> None:
         """64 bytes there and back."""
-        self._ask(0, 0)
-        self._socket.recv(64, socket.MSG_WAITALL)
+        _ask(self._unpaced, 0, 0)
+        self._unpaced.recv(64, socket.MSG_WAITALL)
 
-    def _ask(self, size: int, count: int) -> None:
-        self._socket.sendall(size.to_bytes(8, "little") + count.to_bytes(8, "little") + bytes(48))
+
+def _ask(connected: socket.socket, size: int, count: int) -> None:
+    connected.sendall(size.to_bytes(8, "little") + count.to_bytes(8, "little") + bytes(48))
 
 
 def interleaved(contenders: Mapping[str, Callable[[], object]], config: BenchConfig, call_bytes: int) -> dict[str, float]:

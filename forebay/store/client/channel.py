@@ -17,6 +17,7 @@ import numpy.typing as npt
 from forebay.store.address import Address
 from forebay.store.wire import auth
 from forebay.store.wire.frames import PREFIX, BodyDecoder, FrameError, Prefix, decode_opening, encode, read_prefix
+from forebay.store.wire.loopback import send_unpaced
 from forebay.store.wire.messages import Challenge, Message, Refused, Role, Welcome
 
 T = TypeVar("T")
@@ -53,6 +54,7 @@ class Channel:
         except OSError as error:
             raise ChannelError(f"{address}: {error.strerror or error}") from error
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        send_unpaced(connected)
         channel = Channel(connected) if tls is None else TlsChannel.wrap(connected, address, tls, deadline)
         try:
             channel.open(tenant, secret, deadline)

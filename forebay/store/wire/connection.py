@@ -25,6 +25,7 @@ from forebay.store.wire.frames import (
     encode,
     read_prefix,
 )
+from forebay.store.wire.loopback import send_unpaced
 from forebay.store.wire.messages import Challenge, Hello, Message, Refused, Welcome
 
 SCRATCH_BYTES = 64 << 10
@@ -85,6 +86,7 @@ class Connection(asyncio.BufferedProtocol):
         assert isinstance(transport, asyncio.Transport) or hasattr(transport, "write")
         self._transport = transport  # type: ignore[assignment]
         self._registry[self.number] = self
+        send_unpaced(transport.get_extra_info("socket"))
         transport.set_write_buffer_limits(high=WRITE_HIGH_BYTES)  # type: ignore[attr-defined]
         if self.peer is None:
             self.send(encode(self._challenge))
