@@ -9,8 +9,9 @@ ROOT = Path(__file__).parent.parent / "forebay"
 LAYERS = {
     "core": set(),
     "observe": {"core"},
-    "store": {"core", "observe", "settings"},
-    "models": {"core"},
+    "compiled": set(),
+    "store": {"core", "observe", "settings", "compiled"},
+    "models": {"core", "compiled"},
     "sim": {"core", "store", "observe", "settings"},
     "runtime": {"core", "observe", "store", "models", "settings"},
     "frontend": {"core", "observe", "models", "runtime", "settings"},
