@@ -14,6 +14,7 @@ from forebay.store.backend import Status
 from forebay.store.client.channel import Bytes, Channel, ChannelError
 from forebay.store.client.holders import REGION_BYTES, REGIONS, HolderPeer, Holders, LocalChannel
 from forebay.store.holder.log.record import padded
+from forebay.store.native.library import Slice as Copied
 from forebay.store.wire.frames import decode_holder_to_client, encode
 from forebay.store.wire.messages import (
     Check,
@@ -128,9 +129,9 @@ class Reader:
         segment = peer.segment
         if segment is None:
             return
-        for want, spot in group:
-            want.status = segment.copy_out(spot.offset, spot.stamp, want.offset, want.target)
-            want.stale = want.status is not Status.OK
+        statuses = segment.copy_out([Copied(spot.offset, spot.stamp, want.offset, want.target) for want, spot in group])
+        for (want, _), status in zip(group, statuses, strict=True):
+            want.status, want.stale = status, status is not Status.OK
 
     def _read_memory(self, channel: Channel, group: list[tuple[Want, Spot]], patience_s: float | None) -> None:
         slices = [Slice(spot.offset, spot.stamp, want.offset, len(want.target)) for want, spot in group]

@@ -7,12 +7,10 @@ the holder sets RETIRED before the first byte of a range is reused, and LIVE aft
 /dev/shm: with the last process that maps it, the memory is gone.
 """
 
-import ctypes
 import fcntl
-import mmap
 import os
 import struct
-import threading
+from collections.abc import Sequence
 from enum import IntEnum
 from pathlib import Path
 
@@ -21,16 +19,15 @@ import numpy.typing as npt
 from typing_extensions import Buffer
 
 from forebay.store.backend import Status
+from forebay.store.holder.mapping import Mapping, Toucher
 from forebay.store.master.extents import ALIGN_BYTES, footprint
+from forebay.store.native.library import Slice, copy_slices
 
 HEADER_BYTES = 64
 _HEADER = struct.Struct("<QQI")
 _STATE = struct.Struct("<I")
 _STATE_AT = 16
-_MADV_POPULATE_READ = 22
-_MADV_POPULATE_WRITE = 23
 _F_SEAL_FUTURE_WRITE = 0x10  # whoever gets the descriptor later can only read
-_POPULATE_BYTES = 64 << 20
 
 
 class HeaderState(IntEnum):
@@ -66,28 +63,6 @@ def available_bytes() -> int:
     return available if limit == "max" else min(available, max(0, int(limit) - used))
 
 
-class Toucher:
-    """Maps all pages in the background, so that first copies meet no page faults. Old kernels cannot; then faults do it."""
-
-    def __init__(self, mapped: mmap.mmap, size: int, advice: int) -> None:
-        self._stopped = threading.Event()
-        base = np.frombuffer(mapped, dtype=np.uint8)
-        self._thread = threading.Thread(target=self._run, args=(base, size, advice), name="segment-populate", daemon=True)
-        self._thread.start()
-
-    def stop(self) -> None:
-        self._stopped.set()
-        self._thread.join()
-
-    def _run(self, base: npt.NDArray[np.uint8], size: int, advice: int) -> None:
-        libc = ctypes.CDLL(None, use_errno=True)
-        address = base.ctypes.data
-        for start in range(0, size, _POPULATE_BYTES):
-            count = min(_POPULATE_BYTES, size - start)
-            if self._stopped.is_set() or libc.madvise(ctypes.c_void_p(address + start), ctypes.c_size_t(count), advice):
-                return
-
-
 class Segment:
     """``capacity`` bytes, really allocated. Close it when no view of it is in use any more."""
 
@@ -102,10 +77,10 @@ class Segment:
         except OSError as error:
             os.close(self.fd)
             raise SegmentError(f"{capacity} bytes of DRAM are not to be had: {error.strerror}; give a smaller --dram") from error
-        self._map = mmap.mmap(self.fd, self.capacity)
+        self._mapping = Mapping(self.fd, self.capacity, writable=True)
         fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | _F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL)
-        self.view = memoryview(self._map)
-        self._toucher = Toucher(self._map, self.capacity, _MADV_POPULATE_WRITE)
+        self.view = self._mapping.view
+        self._toucher = Toucher(self._mapping, gather=True)
 
     def begin(self, offset: int, stamp: int, length: int) -> None:
         """A write starts: no reader may take what is here for anything."""
@@ -130,8 +105,7 @@ class Segment:
 
     def close(self) -> None:
         self._toucher.stop()
-        self.view.release()
-        self._map.close()
+        self._mapping.close()
         os.close(self.fd)
 
 
@@ -140,26 +114,32 @@ class MappedSegment:
 
     def __init__(self, fd: int, capacity: int) -> None:
         try:
-            self._map = mmap.mmap(fd, capacity, prot=mmap.PROT_READ)
+            self._mapping = Mapping(fd, capacity, writable=False)
         finally:
             os.close(fd)
         self.capacity = capacity
-        self._bytes = np.frombuffer(self._map, dtype=np.uint8)
-        self._toucher = Toucher(self._map, capacity, _MADV_POPULATE_READ)
+        self._bytes = np.frombuffer(self._mapping.view, dtype=np.uint8)
+        self._toucher = Toucher(self._mapping, gather=False)
 
-    def copy_out(self, offset: int, stamp: int, start: int, target: npt.NDArray[np.uint8]) -> Status:
-        """Copy from ``start`` of the object at ``offset`` until ``target`` is full; the GIL is released meanwhile.
+    def copy_out(self, slices: Sequence[Slice]) -> list[Status]:
+        """Copy each slice to its target; the GIL is released meanwhile.
 
         NOT_FOUND: the memory holds something else now, or did by the end of the copy (the target's bytes are then undefined).
         """
+        good = copy_slices(self._mapping.address, self.capacity, slices)
+        if good is None:
+            good = [self._copy_one(*one) for one in slices]
+        return [Status.OK if fine else Status.NOT_FOUND for fine in good]
+
+    def _copy_one(self, offset: int, stamp: int, start: int, target: npt.NDArray[np.uint8]) -> bool:
         begin, count = offset + HEADER_BYTES + start, len(target)
-        if offset < 0 or begin + count > self.capacity or not self._is(offset, stamp, start + count):
-            return Status.NOT_FOUND
+        if offset < 0 or start < 0 or begin + count > self.capacity or not self._is(offset, stamp, start + count):
+            return False
         np.copyto(target, self._bytes[begin : begin + count])
-        return Status.OK if self._is(offset, stamp, start + count) else Status.NOT_FOUND
+        return self._is(offset, stamp, start + count)
 
     def _is(self, offset: int, stamp: int, at_least: int) -> bool:
-        found, length, state = _HEADER.unpack_from(self._map, offset)
+        found, length, state = _HEADER.unpack_from(self._mapping.view, offset)
         return bool(found == stamp and state == HeaderState.LIVE and length >= at_least)
 
     def close(self) -> None:
