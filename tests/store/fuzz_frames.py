@@ -12,6 +12,7 @@ import argparse
 import asyncio
 import base64
 import itertools
+import os
 import random
 import sys
 import tempfile
@@ -20,6 +21,7 @@ import types
 import zlib
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -30,6 +32,7 @@ from forebay.store.crc import crc32c
 from forebay.store.holder.data import Peer
 from forebay.store.holder.log.files import Directory
 from forebay.store.holder.log.log import Item, SsdLog
+from forebay.store.holder.mapping import Staging
 from forebay.store.holder.memory import Entry
 from forebay.store.holder.node import Holder, HolderConfig
 from forebay.store.master import invariants, puts
@@ -48,6 +51,16 @@ CHECK_EVERY = 50
 STAGING_BYTES = 64 << 10
 GOOD = b"good value " * 100
 _INTERESTING = (0, 1, -1, 63, 64, 4096, 2**31, 2**32 - 1, 2**63 - 1, 2**64 - 1, b"", b"k", "", "default", [], None, True, 1.5, [b"k"])
+
+
+@cache
+def staging_memory() -> Staging:
+    fd = os.memfd_create("staging")
+    os.ftruncate(fd, STAGING_BYTES)
+    try:
+        return Staging(fd, STAGING_BYTES)
+    finally:
+        os.close(fd)
 
 
 class Target(Protocol):
@@ -104,7 +117,7 @@ class ServerTarget:
             tenant = auth.HOLDER_TENANT if self._role is Role.HOLDER else "stranger"
             feed(connection, transport, encode(auth.hello(connection._challenge, self._role, tenant, b"")), None)
             if isinstance(connection.state, Peer):
-                connection.state.staging = memoryview(bytearray(STAGING_BYTES))
+                connection.state.staging = staging_memory()
                 connection.state.lent = memoryview(bytes(STAGING_BYTES))
         feed(connection, transport, data, cut)
         for _ in range(3):

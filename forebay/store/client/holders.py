@@ -5,7 +5,6 @@ master's table {number: HolderEntry} -> Remote(pool of channels) or Local(segmen
 
 import contextlib
 import fcntl
-import mmap
 import os
 import socket
 import ssl
@@ -18,6 +17,7 @@ import numpy as np
 from forebay.store.address import Address, this_machine
 from forebay.store.client.channel import Channel, ChannelError
 from forebay.store.client.lent import Lent
+from forebay.store.holder.mapping import Mapping
 from forebay.store.holder.segment import MappedSegment
 from forebay.store.wire import auth
 from forebay.store.wire.frames import PREFIX, FrameError, decode_opening, encode, read_prefix
@@ -81,8 +81,8 @@ class LocalChannel(Channel):
         self._fd = os.memfd_create("forebay-staging", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(self._fd, STAGING_BYTES)
         fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-        self._map = mmap.mmap(self._fd, STAGING_BYTES)
-        self.staging = np.frombuffer(self._map, dtype=np.uint8)
+        self._mapping = Mapping(self._fd, STAGING_BYTES, writable=True)
+        self.staging = np.frombuffer(self._mapping.view, dtype=np.uint8)
         self.segment_fd = -1
         self.segment_bytes = 0
 
@@ -144,7 +144,7 @@ class LocalChannel(Channel):
         self._fd = self.segment_fd = -1
         self.staging = np.empty(0, np.uint8)
         with contextlib.suppress(BufferError):
-            self._map.close()
+            self._mapping.close()
 
 
 class HolderPeer:

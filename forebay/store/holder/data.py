@@ -12,6 +12,7 @@ from typing import Protocol, TypeVar
 
 from forebay.store.backend import Status
 from forebay.store.crc import crc32c
+from forebay.store.holder.mapping import Staging
 from forebay.store.holder.memory import Entry, Memory
 from forebay.store.holder.promoter import Promoter
 from forebay.store.holder.reads import LogReads, Wanted
@@ -86,7 +87,7 @@ class Peer:
 
     call: int = 0
     entries: list[Entry | None] = field(default_factory=list)
-    staging: memoryview | None = None
+    staging: Staging | None = None
     lent: memoryview | None = None
     reading: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(READS_PER_CONNECTION))
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
@@ -213,7 +214,8 @@ class DataServer:
 
     async def _copy_in(self, connection: Connection, message: CopyIn) -> None:
         peer = _peer(connection)
-        memory = peer.lent if message.lent else peer.staging
+        staging = peer.staging.view if peer.staging is not None else None
+        memory = peer.lent if message.lent else staging
         entries: list[Entry | None] = []
         jobs: list[tuple[Entry, memoryview, memoryview]] = []
         for piece, at in zip(message.pieces, message.at, strict=True):
@@ -274,12 +276,12 @@ class DataServer:
         alone: list[tuple[int, Wanted]] = []
         shared: list[tuple[int, Wanted]] = []
         for index, (cut, at) in enumerate(zip(message.cuts, message.at, strict=True)):
-            if self._reads is None or staging is None or at + cut.length > len(staging):
+            if self._reads is None or staging is None or not 0 <= at <= at + cut.length <= len(staging.view):
                 codes[index] = Status.INVALID
                 continue
             name = (_tenant(connection), cut.key, cut.generation)
             busy = self._reads.is_under_way(name)
-            (shared if busy else alone).append((index, (name, cut.start, staging[at : at + cut.length])))
+            (shared if busy else alone).append((index, Wanted(name, cut.start, cut.length, staging, at)))
         jobs = [self._copy_records(connection, some, codes) for some in _dealt(alone, READS_PER_CONNECTION)]
         await asyncio.gather(*jobs, *(self._copy_shared(connection, index, wanted, codes) for index, wanted in shared))
         connection.answer(Codes(message.call, bytes(codes)))
@@ -289,15 +291,15 @@ class DataServer:
         async with _peer(connection).reading:
             for (index, wanted), code in zip(some, await self._reads.copy([one for _, one in some]), strict=True):
                 codes[index] = code
-                self.bytes_out += len(wanted[2]) if code is Status.OK else 0
+                self.bytes_out += wanted.count if code is Status.OK else 0
 
     async def _copy_shared(self, connection: Connection, index: int, wanted: Wanted, codes: bytearray) -> None:
         """A promotion or another get reads this record now."""
         assert self._reads is not None
-        name, start, target = wanted
+        start, target = wanted.start, wanted.target
         codes[index] = Status.NOT_FOUND
         async with _peer(connection).reading:
-            found = await self._reads.read(*name)
+            found = await self._reads.read(*wanted.name)
             if found is None:
                 return
             buffer, length = found

@@ -18,6 +18,7 @@ import socket
 import struct
 
 from forebay.store.holder.data import DataServer, Peer
+from forebay.store.holder.mapping import Staging
 from forebay.store.holder.segment import Segment
 from forebay.store.wire import auth
 from forebay.store.wire.connection import OPENING_S, Connection
@@ -102,14 +103,17 @@ class Door:
         self._server.admit(given, hello)
         if not self._secrets and not _same_user(peer):
             raise auth.AuthError("another user's process; give the store a secret")
-        staging = _mapped(received[0], MAX_STAGING_BYTES, mmap.PROT_READ | mmap.PROT_WRITE) if received else None
-        lent = _mapped(received[1], MAX_LENT_BYTES, mmap.PROT_READ) if len(received) > 1 else None
+        staging, lent = None, None
+        if received:
+            staging = Staging(received[0], _size_of(received[0], MAX_STAGING_BYTES))
+        if len(received) > 1:
+            lent = memoryview(mmap.mmap(received[1], _size_of(received[1], MAX_LENT_BYTES), prot=mmap.PROT_READ))
         answer = auth.welcome(given, hello, self._secrets, self._server.epoch, self._segment.capacity)
         socket.send_fds(peer, [encode(answer)], [self._segment.fd])
         return hello, Peer(staging=staging, lent=lent)
 
 
-def _mapped(fd: int, at_most: int, access: int) -> memoryview:
+def _size_of(fd: int, at_most: int) -> int:
     """Raises ``FrameError`` unless it is a memfd that its owner can no longer shrink under us (that would be a SIGBUS)."""
     try:
         sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
@@ -118,7 +122,7 @@ def _mapped(fd: int, at_most: int, access: int) -> memoryview:
     size = os.fstat(fd).st_size
     if not sealed or not 0 < size <= at_most:
         raise FrameError(f"memory of {size} bytes, sealed: {bool(sealed)}; at most {at_most}, sealed")
-    return memoryview(mmap.mmap(fd, size, prot=access))
+    return size
 
 
 def _same_user(peer: socket.socket) -> bool:

@@ -7,12 +7,14 @@ import asyncio
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Protocol
 
 from forebay.store.backend import Status
 from forebay.store.holder.log.files import HUGE_PAGE_BYTES, aligned_buffer
 from forebay.store.holder.log.log import SsdLog
 from forebay.store.holder.log.record import padded
+from forebay.store.holder.mapping import Staging
 from forebay.store.holder.segment import as_bytes
 from forebay.store.wire.messages import HeldSsd
 
@@ -22,7 +24,21 @@ MAX_BOUNCE_BYTES = 8 << 20  # kept by each thread
 
 
 Name = tuple[str, bytes, int]  # tenant, key, generation
-Wanted = tuple[Name, int, memoryview]  # of which record, from where, to where: a flat memoryview of bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Of which record, from where, how many bytes, and where in a client's staging memory they go."""
+
+    name: Name
+    start: int
+    count: int
+    staging: Staging
+    at: int
+
+    @property
+    def target(self) -> memoryview:
+        return self.staging.view[self.at : self.at + self.count]
 
 
 class Loan(Protocol):
@@ -107,30 +123,33 @@ class LogReads:
 
     def _copy_all(self, wanted: Sequence[Wanted]) -> tuple[list[Status], list[HeldSsd]]:
         codes, damaged = [], []
-        for name, start, target in wanted:
-            length = self._log.length_of(*name)
+        for one in wanted:
+            length = self._log.length_of(*one.name)
             if length is None:
                 codes.append(Status.NOT_FOUND)
-            elif start + len(target) > length:
+            elif not 0 <= one.start <= one.start + one.count <= length:
                 codes.append(Status.INVALID)
-            elif self._copy(name, padded(length), start, target):
+            elif self._copy(one, length):
                 codes.append(Status.OK)
             else:
                 codes.append(Status.NOT_FOUND)
-                if self._log.length_of(*name) is None:
-                    damaged.append(HeldSsd(*name, length))
+                if self._log.length_of(*one.name) is None:
+                    damaged.append(HeldSsd(*one.name, length))
         return codes, damaged
 
-    def _copy(self, name: Name, size: int, start: int, target: memoryview) -> bool:
-        """By way of a buffer of this thread's own: the target is of small pages, which the disk is slow to write to."""
+    def _copy(self, wanted: Wanted, length: int) -> bool:
+        """A whole value straight to where it goes, if the disk is fast there; else by way of a buffer of this thread's own."""
+        size = padded(length)
+        if wanted.count == length and wanted.staging.is_fast(wanted.at, size):
+            return self._log.read(*wanted.name, wanted.staging.view[wanted.at : wanted.at + size]) is not None
         bounce: memoryview | None = getattr(self._bounce, "buffer", None)
         if bounce is None or len(bounce) < size:
             bounce = aligned_buffer(max(size, HUGE_PAGE_BYTES))
             if size <= MAX_BOUNCE_BYTES:
                 self._bounce.buffer = bounce
-        if self._log.read(*name, bounce) is None:
+        if self._log.read(*wanted.name, bounce) is None:
             return False
-        as_bytes(target)[:] = as_bytes(bounce[start : start + len(target)])
+        as_bytes(wanted.target)[:] = as_bytes(bounce[wanted.start : wanted.start + wanted.count])
         return True
 
     def _take(self, size: int) -> memoryview:

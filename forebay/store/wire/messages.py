@@ -533,7 +533,7 @@ class CopyIn(_Message, frozen=True):
 
 
 class CopyOut(_Message, frozen=True):
-    """Local read from the log into staging memory at ``at``. Answer: ``Codes``."""
+    """Local read from the log into staging memory at ``at``, up to the next 4 KiB behind what is wanted. Answer: ``Codes``."""
 
     call: int
     cuts: list[Cut]
