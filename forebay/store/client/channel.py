@@ -4,6 +4,9 @@ Deadlines are the kernel's (SO_RCVTIMEO, SO_SNDTIMEO) on a blocking socket, set 
 system call, and the GIL is released throughout.
 """
 
+import ctypes
+import errno
+import os
 import socket
 import ssl
 import struct
@@ -15,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from forebay.store.address import Address
+from forebay.store.native import library as native
 from forebay.store.wire import auth
 from forebay.store.wire.frames import PREFIX, BodyDecoder, FrameError, Prefix, decode_opening, encode, read_prefix
 from forebay.store.wire.loopback import send_unpaced
@@ -39,6 +43,7 @@ class Channel:
         self._socket.settimeout(None)
         self._scratch = bytearray(_SCRATCH_BYTES)
         self._view = memoryview(self._scratch)
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._scratch))
         self._begin = self._end = 0  # unread bytes of the scratch
         self._calls = 0
         self._timeouts = (0.0, 0.0)
@@ -87,11 +92,33 @@ class Channel:
 
     def ask(self, message: Message, decode: BodyDecoder[T], deadline: float) -> T:
         """Send a message without payload and wait for one without payload."""
-        self.send(encode(message), (), deadline)
+        self._send_and_hear(encode(message), deadline)
         answer, prefix = self.receive(decode, deadline)
         if prefix.payload_bytes:
             raise ChannelError("a payload came where none was due")
         return answer
+
+    def _send_and_hear(self, frame: bytes, deadline: float) -> None:
+        """Send ``frame``, and receive what comes first if that can be had in the same breath (`native.exchange`)."""
+        exchange = native.exchange()
+        if exchange is None or self._begin != self._end:
+            self.send(frame, (), deadline)
+            return
+        self._set_timeout(deadline, send=True)
+        self._set_timeout(deadline, send=False)
+        self._begin = self._end = 0
+        sent = ctypes.c_int64()
+        count = exchange(self._socket.fileno(), frame, len(frame), self._address, _SCRATCH_BYTES, ctypes.byref(sent))
+        if count > 0:
+            self._end = count
+        elif count == 0:
+            raise ChannelError("the peer closed the connection")
+        elif count == -errno.EAGAIN:
+            raise TimeoutError("no answer in time")
+        elif count != -errno.EINTR:
+            raise ChannelError(os.strerror(-count))
+        elif sent.value < len(frame):
+            self.send(frame[sent.value :], (), deadline)
 
     def send(self, frame: bytes, payload: Sequence[Bytes], deadline: float) -> None:
         """Gather ``frame`` and ``payload`` into the socket, without joining them first."""
@@ -143,6 +170,8 @@ class Channel:
 
     def is_stale(self) -> bool:
         """Whether the idle channel was closed by its peer (or has bytes nobody asked for)."""
+        if (stale := native.is_stale()) is not None:
+            return bool(stale(self._socket.fileno()))
         try:
             self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -214,6 +243,9 @@ class TlsChannel(Channel):
         except (OSError, ValueError) as error:
             connected.close()
             raise ChannelError(f"{address}: TLS: {error}") from error
+
+    def _send_and_hear(self, frame: bytes, deadline: float) -> None:
+        self.send(frame, (), deadline)
 
     def is_stale(self) -> bool:
         self._socket.settimeout(0)
