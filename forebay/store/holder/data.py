@@ -18,6 +18,7 @@ from forebay.store.holder.promoter import Promoter
 from forebay.store.holder.reads import LogReads, Wanted
 from forebay.store.holder.segment import Segment, as_bytes
 from forebay.store.master.puts import room_token
+from forebay.store.native.library import copy_crc32c
 from forebay.store.wire import auth
 from forebay.store.wire.connection import Connection
 from forebay.store.wire.frames import FrameError, Prefix, check_keys, decode_client_to_holder, encode
@@ -364,8 +365,7 @@ def _copy_checked(jobs: list[tuple[Entry, memoryview, memoryview]]) -> set[Entry
     """Copy staging into the segment and check what arrived; the entries that are intact. Runs without the GIL mostly."""
     good = set()
     for entry, source, target in jobs:
-        as_bytes(target)[:] = as_bytes(source)
-        if crc32c(target) == entry.crc:
+        if copy_crc32c(as_bytes(target), as_bytes(source)) == entry.crc:
             good.add(entry)
     return good
 

@@ -8,11 +8,11 @@ import time
 from collections.abc import Coroutine, Iterable, Sequence
 from typing import Protocol
 
-from forebay.store.crc import crc32c
 from forebay.store.holder.master_link import MasterLink
 from forebay.store.holder.memory import Entry, Memory
 from forebay.store.holder.reads import LogReads
 from forebay.store.holder.segment import Segment, as_bytes
+from forebay.store.native.library import copy_crc32c
 from forebay.store.throttle import PrefetchThrottle, State
 from forebay.store.wire.messages import (
     Allocated,
@@ -144,6 +144,5 @@ def _name(tenant: str, key: bytes) -> bytes:
 
 
 def _copy(source: memoryview, target: memoryview) -> int:
-    """Copy and checksum, without the GIL (numpy drops it for copies of this size). The CRC is of what was read, which was checked."""
-    as_bytes(target)[:] = as_bytes(source)
-    return crc32c(source)
+    """The CRC is of what was read, which was checked."""
+    return copy_crc32c(as_bytes(target), as_bytes(source))

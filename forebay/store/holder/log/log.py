@@ -19,6 +19,8 @@ from forebay.store.holder.log.files import Files, aligned_buffer
 from forebay.store.holder.log.index import Index, Record
 from forebay.store.holder.log.record import BLOCK_BYTES, Head, Kind, encode_graves, padded, write_head
 from forebay.store.holder.log.scan import Damage, scan
+from forebay.store.holder.segment import as_bytes
+from forebay.store.native.library import copy_crc32c
 from forebay.store.wire.messages import Grave, HeldSsd
 
 MAX_FILE_BYTES = 256 << 20
@@ -246,8 +248,7 @@ class SsdLog:
         for item in run:
             length = len(item.value)
             value = buffer[at + BLOCK_BYTES : at + BLOCK_BYTES + length]
-            value[:] = item.value
-            good.append(crc32c(value) == item.crc)
+            good.append(copy_crc32c(as_bytes(value), as_bytes(item.value)) == item.crc)
             if good[-1]:
                 head = Head(Kind.VALUE, item.generation, length, item.crc, item.tenant, item.key)
                 write_head(head, buffer[at : at + BLOCK_BYTES])
