@@ -3,7 +3,8 @@
 The engine runs prompts one at a time with nothing cached, decodes, prompts at the same time, and the first prompts again out of the
 store, with two stages of one thread. Spans of all processes say how long each forward, copy, fetch and query took; what a plan took
 beyond its forwards is shared out over its messages; what two stages cost each other is how much longer their forwards took, over the
-time for which they overlapped. The file's SSD is measured with writes and reads of a scratch file past the page cache.
+time for which they overlapped; what a client waits for beside its plan is the frontend's. The file's SSD is measured with writes and
+reads of a scratch file past the page cache.
 
     t(piece of x tokens after L) = a x (x + 2 L) + b x + c      a decode at context L: c + d + e L      least squares, relative
 """
@@ -21,12 +22,16 @@ import numpy as np
 import numpy.typing as npt
 
 from forebay.bench.scratch import scratch_directory
+from forebay.bench.ttft.load import Client
+from forebay.bench.ttft.plan import Ask
+from forebay.bench.ttft.server import MODEL_NAME, running
 from forebay.core.sampling import SamplingParams
 from forebay.core.spans import SpanKind
 from forebay.frontend.llm import LLM
 from forebay.models.config import ModelConfig, load_config
 from forebay.models.resolve import resolve_model
 from forebay.observe.events import Span, read_flight_record, spans_of
+from forebay.settings import Settings
 
 PP, CHUNK, PAGE = 2, 512, 64
 PROMPTS = (512, 1024, 2048, 512, 1024, 2048)
@@ -34,6 +39,7 @@ DECODE_CONTEXTS = (256, 1536)
 DECODES = 16
 BATCH = 4
 TOGETHER = 12
+HTTP_TOKENS, HTTP_ASKS = 1024, 12
 FIRST_TOKEN = 300
 DISK_BYTES, DISK_BLOCK = 128 << 20, 4 << 20
 
@@ -59,24 +65,25 @@ def calibrate(model: str, say: Callable[[str], None]) -> str:
     config = load_config(resolved.path)
     with scratch_directory("calibrate") as directory:
         say("running prompts, decodes and fetches")
-        expected, ttft_s = _run(model, config, directory)
+        expected = _run(model, config, directory)
         (record,) = (directory / "timeline").glob("*.flight")
         spans = {name: list(found) for name, found in spans_of(read_flight_record(record)).items()}
+        say("asking over HTTP")
+        frontend_s = _frontend_s(model, config, directory / "http")
         say("measuring the disk")
         read_gb_s, write_gb_s = _disk(directory)
     plans = _plans(spans, expected)
     dials = _fit(plans) | _links(spans, config, plans) | {"store.ssd_read_gb_s": read_gb_s, "store.ssd_write_gb_s": write_gb_s}
     dials["forward.contention"] = _contention(spans, plans, len(expected))
-    dials["network.frontend_s"] = max(statistics.median(ttft_s) - statistics.median(_alone(plans)), 0.0)
+    dials["network.frontend_s"] = frontend_s
     return _file(config, dials)
 
 
-def _run(model: str, config: ModelConfig, directory: Path) -> tuple[list[tuple[int, int, int]], list[float]]:
-    """Runs everything; the pieces (start, tokens, decodes) of its plans in order, and times to first token of the 512-token prompts."""
+def _run(model: str, config: ModelConfig, directory: Path) -> list[tuple[int, int, int]]:
+    """Runs everything; the pieces (start, tokens, decodes) of its plans in order."""
     dice = random.Random(0)
     one = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
     expected: list[tuple[int, int, int]] = []
-    ttft_s = []
 
     def prompt(tokens: int) -> list[int]:
         return [dice.randrange(FIRST_TOKEN, config.vocab_size) for _ in range(tokens)]
@@ -91,10 +98,7 @@ def _run(model: str, config: ModelConfig, directory: Path) -> tuple[list[tuple[i
     with LLM(model, **settings) as llm:
         prompts = [prompt(tokens) for tokens in PROMPTS]
         for each in prompts:
-            began = time.perf_counter()
             llm.generate([each], one)
-            if len(each) == CHUNK:
-                ttft_s.append(time.perf_counter() - began)
             expected += chunks(len(each))
         many = SamplingParams(max_tokens=DECODES, temperature=0.0, ignore_eos=True)
         for context in DECODE_CONTEXTS:
@@ -105,7 +109,7 @@ def _run(model: str, config: ModelConfig, directory: Path) -> tuple[list[tuple[i
         llm.flush_cache()
         for each in prompts:
             llm.generate([each], one)
-    return expected, ttft_s
+    return expected
 
 
 def _plans(spans: dict[str, list[Span]], expected: Sequence[tuple[int, int, int]]) -> list[_Plan]:
@@ -127,8 +131,29 @@ def _plans(spans: dict[str, list[Span]], expected: Sequence[tuple[int, int, int]
     return plans
 
 
-def _alone(plans: Sequence[_Plan]) -> list[float]:
-    return [plan.total_s for plan in plans if plan.tokens == CHUNK and not plan.start]
+def _frontend_s(model: str, config: ModelConfig, directory: Path) -> float:
+    """What a client waits for beside the planner: HTTP, its JSON, and the answer's way back. One prompt again and again, which the
+    device has from the second time on, so that little else is waited for."""
+    dice = random.Random(1)
+    prompt = [dice.randrange(FIRST_TOKEN, config.vocab_size) for _ in range(HTTP_TOKENS)]
+    settings = Settings(
+        pp=PP, threads_per_rank=1, chunk_size=CHUNK, page_size=PAGE, store="none", host="127.0.0.1", port=0,
+        served_model_name=MODEL_NAME, timeline=directory,
+    )  # fmt: skip
+    directory.mkdir()
+    with running(model, settings) as server:
+        answers = Client(server.url, MODEL_NAME, 1).closed_load(
+            [Ask(index, prompt, False) for index in range(HTTP_ASKS)], 1, "calibrate"
+        )
+    (record,) = directory.glob("*.flight")
+    planned = [
+        span.duration_ns / 1e9
+        for span in spans_of(read_flight_record(record))["planner"]
+        if span.kind == SpanKind.PLAN and span.value == 1
+    ]
+    if len(planned) < HTTP_ASKS - 1:
+        raise CalibrationError("a prompt that was just computed was computed again; try again")
+    return max(statistics.median(answer.ttft_s for answer in answers[1:]) - statistics.median(planned), 0.0)
 
 
 def _fit(plans: Sequence[_Plan]) -> dict[str, float]:

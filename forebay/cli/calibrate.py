@@ -7,6 +7,7 @@ import tomllib
 from rich.console import Console
 
 from forebay.bench.calibrate import CalibrationError, calibrate
+from forebay.bench.ttft.plan import TtftError
 from forebay.cli.errors import UserError
 from forebay.frontend.engine import EngineDown
 from forebay.models.errors import ModelError
@@ -21,7 +22,7 @@ def run_calibration(as_json: bool) -> None:
     console = Console(stderr=True)
     try:
         text = calibrate(MODEL, lambda line: console.print(f"forebay: {line}", highlight=False) if sys.stderr.isatty() else None)
-    except (CalibrationError, EngineDown, ModelError, StartError, OSError) as error:
+    except (CalibrationError, TtftError, EngineDown, ModelError, StartError, OSError) as error:
         raise UserError(f"--calibrate: {error}") from error
     tables = tomllib.loads(text)
     make_cluster(tables, {}, "as calibrated")
