@@ -165,8 +165,13 @@ def _evict_one(state: State, now: float, holder: Holder) -> bool:
 
 def _oldest(now: float, holder: Holder, kind: Kind) -> MemoryReplica | None:
     """The least recently used evictable replica of one kind, over tenants."""
-    heads = (_first_evictable(now, lanes.of(kind)) for lanes in holder.lanes.values())
-    return min((head for head in heads if head is not None), key=lambda replica: replica.tick, default=None)
+    oldest: MemoryReplica | None = None
+    for lanes in holder.lanes.values():
+        lane = lanes.of(kind)
+        head = _first_evictable(now, lane) if lane.head is not None else None
+        if head is not None and (oldest is None or head.tick < oldest.tick):
+            oldest = head
+    return oldest
 
 
 def _first_evictable(now: float, lane: Lane) -> MemoryReplica | None:
