@@ -24,6 +24,7 @@ from forebay.store.wire.frames import PREFIX, FrameError, decode_opening, encode
 from forebay.store.wire.messages import Challenge, HolderEntry, HolderTable, Refused, Role, Welcome
 
 MAX_IDLE_CHANNELS = 16
+IDLE_S = 30.0
 REGIONS = 4  # of staging memory: while one is copied by us, the holder works on others
 REGION_BYTES = 8 << 20
 STAGING_BYTES = REGIONS * REGION_BYTES
@@ -31,11 +32,12 @@ REFRESH_EVERY_S = 0.02
 
 
 class Pool:
-    """Idle channels to one place. ``lease`` gives one to one thread; it comes back unless something went wrong with it."""
+    """Idle channels to one place. ``lease`` gives one to one thread; it comes back unless something went wrong with it. The one used
+    last is used next, so that those of a crowd long ago are found unused for `IDLE_S`, and closed."""
 
     def __init__(self, connect: Callable[[float], Channel]) -> None:
         self._connect = connect
-        self._idle: list[Channel] = []
+        self._idle: list[tuple[float, Channel]] = []  # since when, longest first
         self._lock = threading.Lock()
         self._closed = False
 
@@ -48,25 +50,34 @@ class Pool:
         except BaseException:
             channel.close()
             raise
-        with self._lock:
-            if not self._closed and len(self._idle) < MAX_IDLE_CHANNELS:
-                self._idle.append(channel)
-                return
-        channel.close()
+        for unused in self._keep(channel):
+            unused.close()
 
     def close(self) -> None:
         with self._lock:
             self._closed = True
             idle, self._idle = self._idle, []
-        for channel in idle:
+        for _, channel in idle:
             channel.close()
+
+    def _keep(self, channel: Channel) -> list[Channel]:
+        """What has to be closed: ``channel`` itself if there is no room, and those that have been idle for too long."""
+        now, unused = time.monotonic(), []
+        with self._lock:
+            while self._idle and now - self._idle[0][0] > IDLE_S:
+                unused.append(self._idle.pop(0)[1])
+            if self._closed or len(self._idle) >= MAX_IDLE_CHANNELS:
+                unused.append(channel)
+            else:
+                self._idle.append((now, channel))
+        return unused
 
     def _idle_one(self) -> Channel | None:
         while True:
             with self._lock:
                 if not self._idle:
                     return None
-                channel = self._idle.pop()
+                _, channel = self._idle.pop()
             if not channel.is_stale():
                 return channel
             channel.close()
@@ -136,12 +147,18 @@ class LocalChannel(Channel):
         fd, self.segment_fd = self.segment_fd, -1
         return MappedSegment(fd, self.segment_bytes)
 
+    def drop_segment(self) -> None:
+        """One channel's is enough."""
+        if self.segment_fd >= 0:
+            os.close(self.segment_fd)
+        self.segment_fd = -1
+
     def close(self) -> None:
         super().close()
-        for fd in (self._fd, self.segment_fd):
-            if fd >= 0:
-                os.close(fd)
-        self._fd = self.segment_fd = -1
+        self.drop_segment()
+        if self._fd >= 0:
+            os.close(self._fd)
+        self._fd = -1
         self.staging = np.empty(0, np.uint8)
         with contextlib.suppress(BufferError):
             self._mapping.close()
@@ -184,6 +201,7 @@ class HolderPeer:
                 with self._lock:
                     if self.segment is None:
                         self.segment = channel.take_segment()
+                channel.drop_segment()
                 return channel
         return Channel.connect(Address(self.entry.host, self.entry.port), self._tenant, self._secret, deadline, self._tls)
 
