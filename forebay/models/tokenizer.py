@@ -13,10 +13,14 @@ import jinja2
 import jinja2.ext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as Backend
+from tokenizers.models import BPE, Unigram
 
 from forebay.models.byte_alphabet import byte_alphabet
 from forebay.models.errors import ModelError
 
+# The library remembers how it split words of up to 255 characters, by default 10,000 of them: tens of MiB where words are long, as in
+# text without spaces, and no faster than these (docs/LOG.md).
+CACHED_WORDS = 2000
 _BYTE_OF = {character: byte for byte, character in enumerate(byte_alphabet())}
 
 
@@ -37,6 +41,8 @@ class Tokenizer:
             self._backend = Backend.from_file(str(file))
         except Exception as error:  # the library raises plain Exception for every kind of damage
             raise ModelError(f"{file}: not a tokenizer ({error}); fetch the model again") from None
+        if isinstance(self._backend.model, BPE | Unigram):
+            self._backend.model._resize_cache(CACHED_WORDS)
         self._backend.no_padding()
         self._backend.no_truncation()
         settings = _read_settings(self.path / "tokenizer_config.json")
