@@ -1,5 +1,6 @@
-"""`forebay bench endurance`: what it calls growth, and a short run of the whole."""
+"""`forebay bench endurance`: what it calls growth, a short run of the whole, and that it finds a leak in a real server."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -22,8 +23,11 @@ def usage(rss_mib: list[float], fds: tuple[int, int] = (5, 5)) -> Usage:
         (usage([100.0] * 30), None),
         (usage([100.0 + sample / 2 for sample in range(10)] + [105.0] * 20), None),  # pools that fill once
         (usage([100.0 + sample % 7 for sample in range(60)]), None),  # up and down
+        (usage([100.0] * 25 + [109.0] * 15 + [120.0] * 50), None),  # an arena more, now and then
         (usage([100.0 + sample / 2 for sample in range(30)]), "grew by"),
-        (usage([100.0] * 30, fds=(5, 6)), "has 6 descriptors, 5 before"),
+        (usage([100.0 + sample / 2 + sample % 7 for sample in range(60)]), "grew by"),
+        (usage([100.0] * 30, fds=(5, 9)), None),  # four pooled connections more
+        (usage([100.0] * 30, fds=(5, 10)), "has 10 descriptors, 5 before"),
     ],
 )
 def test_what_is_flat_and_what_is_not(seen: Usage, said: str | None) -> None:
@@ -35,6 +39,31 @@ def test_what_is_flat_and_what_is_not(seen: Usage, said: str | None) -> None:
 def test_it_starts_a_server_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["bench", "endurance", "demo", "--port", "8000"]) == 2
     assert "--port is not for this bench" in capsys.readouterr().err
+
+
+# Every process of the server reads this when it starts; the one that serves HTTP then loses 1 MiB and a descriptor a second.
+LEAK = """
+import os, sys, threading, time
+def leak(kept=[]):
+    while True:
+        time.sleep(1)
+        kept.append((os.urandom(1 << 20), open(os.devnull)))
+if sys.orig_argv[2:4] == ["-m", "forebay.cli"] or sys.orig_argv[1:3] == ["-m", "forebay.cli"]:
+    threading.Thread(target=leak, daemon=True).start()
+"""
+
+
+@pytest.mark.slow
+def test_a_leak_in_a_real_server_is_called_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "sitecustomize.py").write_text(LEAK)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.setenv("FOREBAY_CACHE_DIR", str(tmp_path / "cache"))
+    model = write_random_weights(write_text_model(tmp_path / "model"))
+    options = ["--page-size", "16", "--threads-per-rank", "1", "--device-memory", "400KiB", "--host-memory", "800KiB"]
+    result = endurance.run(str(model), options, load_minutes=0.3, idle_minutes=0.3, seed=0, say=lambda _: None)
+    found = [problem for problem in result["problems"] if problem.startswith("idle: frontend")]
+    assert not result["flat"]
+    assert "grew by" in found[0] and "descriptors" in found[1], result["problems"]
 
 
 @pytest.mark.slow
