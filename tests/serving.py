@@ -10,6 +10,8 @@ from pathlib import Path
 
 import psutil
 
+from forebay.runtime.boot import set_death_signal
+
 DEADLINE_S = 90.0
 OPTIONS = ["--pp", "2", "--page-size", "8", "--device-memory", "4MiB", "--threads-per-rank", "1"]
 WORKER = "forebay.runtime.worker"
@@ -77,12 +79,22 @@ def command_line(process: psutil.Process) -> list[str]:
 
 def start_server(model_dir: Path, cache_dir: Path, *more: str, **environment: str) -> Served:
     """Flight records go below ``cache_dir``."""
+    return Served(spawn_server(model_dir, cache_dir, *more, output=subprocess.PIPE, **environment))
+
+
+def spawn_server(model_dir: Path, cache_dir: Path, *more: str, output: int, **environment: str) -> subprocess.Popen[str]:
+    """It ends with this process, also by kill -9, and with the thread that calls this, so let that be the test's own."""
     command = [*FOREBAY, "serve", str(model_dir), "--port", "0", "--served-model-name", "tiny", *OPTIONS, *more]
     variables = os.environ | {"PYTHONUNBUFFERED": "1", "FOREBAY_CACHE_DIR": str(cache_dir)} | environment
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=variables, start_new_session=True
+    return subprocess.Popen(
+        command,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=variables,
+        start_new_session=True,
+        preexec_fn=set_death_signal,
     )
-    return Served(process)
 
 
 def end_servers(servers: list[Served]) -> None:

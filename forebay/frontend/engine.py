@@ -287,7 +287,12 @@ class Engine:
     def _tick(self) -> None:
         self._timer = self._loop.call_later(TICK_S, self._tick)
         self._ticks_silent += 1
-        self._read()
+        try:
+            self._read()
+        finally:  # whatever is wrong with what it said, a planner that is gone must be noticed
+            self._watch_planner()
+
+    def _watch_planner(self) -> None:
         status = self._planner.process.poll()
         # Counted in ticks, not by the clock: when this very process was stopped for a while, that is not the planner's silence.
         allowed_s = START_SILENCE_S if self.snapshot is None else SILENCE_S

@@ -5,13 +5,15 @@ bind (a port in use is known before anything is loaded) -> model files -> planne
 
 import asyncio
 import contextlib
+import os
 import resource
+import select
 import signal
 import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import uvicorn
 import uvloop
@@ -23,6 +25,7 @@ from forebay.frontend.service import Service
 from forebay.models.resolve import resolve_model
 from forebay.observe.flight import save_incident
 from forebay.observe.metrics import Metrics
+from forebay.observe.output import unhurried_output
 from forebay.runtime.launch import start_planner
 from forebay.settings import Settings
 
@@ -30,6 +33,7 @@ BACKLOG = 2048
 DRAIN_S = 5
 LAST_WORD_S = 30.0  # a few rounds of any health check
 PLANNER_STOP_S = 25.0  # ranks, then a private store that writes what memory has and its log has not
+FORCE_S = DRAIN_S + PLANNER_STOP_S + 10.0
 EXIT_INTERRUPTED = 130
 EXIT_NEVER_READY = 2
 EXIT_ENGINE_LOST = 1
@@ -48,14 +52,17 @@ def serve(model: str, settings: Settings) -> int:
     if settings.api_key == "":
         raise ListenError("--api-key is empty, which would let everyone in; give a key, or leave it out for an open server")
     _allow_many_connections()
-    with listen(settings.host, settings.port) as sock:
+    with unhurried_output(), listen(settings.host, settings.port) as sock:
         resolved = resolve_model(model)
         planner = start_planner(resolved, settings)
+        bound = _EndBound(planner.process.pid)
+        bound.start()
         try:
             served = load_served_model(resolved.path, settings.served_model_name or resolved.name, planner.max_context)
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-                return runner.run(serve_on(sock, planner, served, settings))
+                return runner.run(serve_on(sock, planner, served, settings, bound.begin))
         finally:
+            bound.begin()
             planner.stop(PLANNER_STOP_S)
 
 
@@ -77,8 +84,11 @@ def listen(host: str, port: int) -> socket.socket:
     return sock
 
 
-async def serve_on(sock: socket.socket, planner: Planner, model: ServedModel, settings: Settings) -> int:
-    """Serve over a listening socket until SIGINT, SIGTERM or the engine's death; the exit status."""
+async def serve_on(
+    sock: socket.socket, planner: Planner, model: ServedModel, settings: Settings, on_ending: Callable[[], None] = lambda: None
+) -> int:
+    """Serve over a listening socket until SIGINT, SIGTERM or the engine's death; the exit status. ``on_ending``: called as soon as
+    one of them has come."""
     started_at = time.monotonic()
     metrics = Metrics()
     engine = Engine(planner, metrics)
@@ -95,7 +105,7 @@ async def serve_on(sock: socket.socket, planner: Planner, model: ServedModel, se
             timeout_graceful_shutdown=DRAIN_S,
         )
     )
-    ending = _Ending(server, engine, planner)
+    ending = _Ending(server, engine, planner, on_ending)
     if threading.current_thread() is threading.main_thread():  # no other thread can be told of signals
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGINT, ending.on_signal, EXIT_INTERRUPTED)
@@ -124,8 +134,9 @@ class _Server(uvicorn.Server):
 class _Ending:
     """Why and how the server ends. ``status`` becomes the exit status."""
 
-    def __init__(self, server: uvicorn.Server, engine: Engine, planner: Planner) -> None:
+    def __init__(self, server: uvicorn.Server, engine: Engine, planner: Planner, on_ending: Callable[[], None]) -> None:
         self._server = server
+        self._on_ending = on_ending
         self._engine = engine
         self._planner = planner
         self.status = 0
@@ -135,10 +146,9 @@ class _Ending:
         if self._ending:  # asked twice: no more waiting for clients
             self._server.force_exit = True
             return
-        self._ending = True
         if not self._engine.death.done():
             self.status = status
-        self._server.should_exit = True
+        self._end()
         self._engine.close("the server is shutting down")
 
     def on_death(self, death: asyncio.Future[str]) -> None:
@@ -158,6 +168,25 @@ class _Ending:
     def _end(self) -> None:
         self._ending = True
         self._server.should_exit = True
+        self._on_ending()
+
+
+class _EndBound(threading.Thread):
+    """Once the planner is gone or the end has begun, the process has `FORCE_S` to end by itself: a thread that never comes back (a
+    chat template that does not end, say) or an error on the way must not leave a server that serves nothing."""
+
+    def __init__(self, planner_pid: int) -> None:
+        super().__init__(name="end-bound", daemon=True)
+        self._begun = os.eventfd(0)
+        self._planner = os.pidfd_open(planner_pid)
+
+    def begin(self) -> None:
+        os.eventfd_write(self._begun, 1)
+
+    def run(self) -> None:
+        select.select([self._begun, self._planner], (), ())
+        time.sleep(FORCE_S)
+        os._exit(EXIT_ENGINE_LOST)
 
 
 def _save_incident(planner: Planner, reason: str) -> None:

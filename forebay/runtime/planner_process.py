@@ -35,6 +35,7 @@ from forebay.models.config import load_config
 from forebay.observe.events import Rings
 from forebay.observe.figures import Meter, StoreState
 from forebay.observe.flight import save_incident, save_timeline
+from forebay.observe.output import unhurried_output
 from forebay.runtime.boot import PlannerBoot, WorkerBoot, die_with_parent, new_endpoint, read_boot, ring_names
 from forebay.runtime.layouts import Layout
 from forebay.runtime.ranks import END_S, Endpoints, Ranks
@@ -423,8 +424,9 @@ def main() -> None:
     die_with_parent(boot.parent_pid)
     config = planner_config(boot)
     meter = Meter()
-    store = open_store_desk(boot, config, meter) if config.has_store else None
-    PlannerProcess(boot, worker_template(boot, config, store), config, store, Telemetry(meter, config.pp, config.tp)).run()
+    with unhurried_output():
+        store = open_store_desk(boot, config, meter) if config.has_store else None
+        PlannerProcess(boot, worker_template(boot, config, store), config, store, Telemetry(meter, config.pp, config.tp)).run()
 
 
 if __name__ == "__main__":

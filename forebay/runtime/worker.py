@@ -9,7 +9,6 @@ Two threads: this one computes, `worker_io` keeps in touch with the planner mean
 """
 
 import os
-import sys
 import traceback
 
 import torch
@@ -32,6 +31,7 @@ from forebay.core.messages import (
 from forebay.models.errors import ModelError
 from forebay.observe.events import SpanRing
 from forebay.observe.figures import Meter
+from forebay.observe.output import unhurried_output
 from forebay.runtime.boot import WorkerBoot, die_with_parent, read_boot
 from forebay.runtime.execute import Executor
 from forebay.runtime.grid import DeviceError
@@ -176,9 +176,8 @@ def main() -> None:
     die_with_parent(boot.parent_pid)
     torch.set_num_threads(boot.threads)
     torch.set_num_interop_threads(1)
-    status = Worker(boot).run()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with unhurried_output():
+        status = Worker(boot).run()
     # Not through interpreter shutdown: after a Fault, groups whose other ranks are gone would be waited for there.
     os._exit(status)
 

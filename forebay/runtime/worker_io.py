@@ -21,6 +21,7 @@ from forebay.observe.figures import Meter
 HEARTBEAT_S = 1.0
 # Time for the compute loop to read a Stop that the planner sent just before it closed its sockets.
 _ORPHAN_GRACE_S = 5.0
+_LAST_WORD_S = 0.1  # for a line to be written
 _QUEUE_MESSAGES = 4096
 _LINGER_MS = 2000
 
@@ -111,8 +112,8 @@ class WorkerIo(threading.Thread):
     def _end_as_orphan(self) -> None:
         """The planner has left us, and the compute loop may be waiting for a neighbour that is ending too."""
         if not self._ended.wait(_ORPHAN_GRACE_S):
-            sys.stderr.write(f"rank {self._rank}: the planner's socket is gone; ending\n")
-            sys.stderr.flush()
+            print(f"rank {self._rank}: the planner's socket is gone; ending", file=sys.stderr)
+            self._ended.wait(_LAST_WORD_S)
             os._exit(1)
 
 

@@ -85,16 +85,17 @@ class EmbeddedStore:
 
     def _start(self) -> tuple[str, Path]:
         """Tell the child what to be; its URL and directory."""
-        assert self._child.stdin is not None and self._child.stdout is not None and self._child.stderr is not None
+        assert self._child.stdin is not None and self._child.stdout is not None
         self._child.stdin.write(json.dumps(self._boot).encode() + b"\n")
         self._child.stdin.flush()
         ready, _, _ = select.select([self._child.stdout], [], [], START_S)
         line = self._child.stdout.readline() if ready else b""
         if not line:
             self._child.kill()
-            why = self._child.stderr.read().decode(errors="replace").strip().splitlines()
-            raise OSError(why[-1] if why else "the embedded store did not start")
+            raise OSError("the embedded store did not start")
         said = json.loads(line)
+        if "error" in said:
+            raise OSError(said["error"])
         return said["url"], Path(said["directory"])
 
     def _wait_until_served(self) -> None:
@@ -113,9 +114,8 @@ class EmbeddedStore:
         except subprocess.TimeoutExpired:
             child.kill()
             child.wait()
-        for pipe in (child.stdout, child.stderr):
-            if pipe is not None:
-                pipe.close()
+        if child.stdout is not None:
+            child.stdout.close()
 
 
 def default_directory() -> Path:
@@ -129,6 +129,5 @@ def _spawn() -> subprocess.Popen[bytes]:
         [sys.executable, "-m", "forebay.store.backends.embedded_process"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
         process_group=0,  # Ctrl-C is for us; we end the child in good order
     )

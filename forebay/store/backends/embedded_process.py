@@ -1,4 +1,5 @@
-"""The child of `embedded`: one JSON line in on standard input, one out on standard output, then a store until the input closes."""
+"""The child of `embedded`: one JSON line in on standard input, one out on standard output (where it listens, or ``error``), then a
+store until the input closes."""
 
 import asyncio
 import json
@@ -7,6 +8,7 @@ import signal
 import sys
 from pathlib import Path
 
+from forebay.observe.output import unhurried_output
 from forebay.store.address import Address
 from forebay.store.holder.log.files import Lock
 from forebay.store.holder.node import HolderConfig, HolderError
@@ -44,16 +46,19 @@ def _main() -> int:
 
         def started(running: Running) -> None:
             assert running.master is not None
-            said = {"url": f"forebay://{running.master.address}", "directory": str(directory)}
-            sys.stdout.write(json.dumps(said) + "\n")
-            sys.stdout.flush()
+            _say({"url": f"forebay://{running.master.address}", "directory": str(directory)})
             _end_with_stdin()
 
-        run(roles, started)
+        with unhurried_output():
+            run(roles, started)
     except (OSError, HolderError, SegmentError) as error:
-        sys.stderr.write(f"{error}\n")
+        _say({"error": str(error)})
         return 1
     return 0
+
+
+def _say(document: dict[str, str]) -> None:
+    os.write(1, json.dumps(document).encode() + b"\n")
 
 
 def _end_with_stdin() -> None:
