@@ -19,6 +19,7 @@ import uvicorn
 import uvloop
 
 from forebay.frontend.app import build_app
+from forebay.frontend.connection import Connection
 from forebay.frontend.engine import Engine, EngineDown, Planner
 from forebay.frontend.model import ServedModel, load_served_model
 from forebay.frontend.service import Service
@@ -30,6 +31,7 @@ from forebay.runtime.launch import start_planner
 from forebay.settings import Settings
 
 BACKLOG = 2048
+STALL_MS = 60_000  # a client that takes none of what was sent to it
 DRAIN_S = 5
 LAST_WORD_S = 30.0  # a few rounds of any health check
 PLANNER_STOP_S = 25.0  # ranks, then a private store that writes what memory has and its log has not
@@ -74,6 +76,7 @@ def listen(host: str, port: int) -> socket.socket:
         raise ListenError(f"--host is {host!r}: {error.strerror}; give an address of this machine") from None
     sock = socket.socket(family, kind, proto)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, STALL_MS)  # connections inherit it
     try:
         sock.bind(address)
         sock.listen(BACKLOG)  # binding alone would not notice a port in use that allows reuse
@@ -96,7 +99,7 @@ async def serve_on(
     server = _Server(
         uvicorn.Config(
             build_app(service),
-            http="httptools",
+            http=Connection,
             ws="none",
             lifespan="off",
             log_config=None,

@@ -1,0 +1,174 @@
+"""Clients that are slow, endless or speak no HTTP, on real sockets: each gets its answer and is let go."""
+
+import json
+import select
+import socket
+from typing import Any
+
+import pytest
+
+from forebay.frontend import connection, limits
+from forebay.frontend import server as server_module
+from forebay.frontend.connection import HEAD_BYTES_MAX
+from tests.frontend.fake_planner import DEADLINE_S
+from tests.frontend.served import Server, says
+
+HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\n"
+
+
+def connect(server: Server) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", server.port), DEADLINE_S)
+
+
+def read_to_end(client: socket.socket) -> bytes:
+    """All that comes until the server closes; a reset counts as the end."""
+    parts = []
+    try:
+        while part := client.recv(1 << 16):
+            parts.append(part)
+    except ConnectionResetError:
+        parts.append(b"(reset)")
+    return b"".join(parts)
+
+
+def error_of(answer: bytes, status: int) -> dict[str, Any]:
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 %d " % status), answer
+    assert b"content-type: application/json" in head and b"connection: close" in head
+    error: dict[str, Any] = json.loads(body)["error"]
+    return error
+
+
+def trickle(client: socket.socket, piece: bytes) -> bytes:
+    """Send ``piece`` again and again until the server has had enough; what it says."""
+    while not select.select([client], [], [], 0.01)[0]:
+        client.sendall(piece)
+    return read_to_end(client)
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"hello\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",  # a TLS hello
+        b"GET /health HTTP/1.1\r\nHost x\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nnothing like a length\r\n",
+        b"GET http://[ HTTP/1.1\r\nHost: x\r\n\r\n",
+    ],
+)
+def test_what_is_no_http_is_told_so_in_the_apis_own_form(server: Server, sent: bytes) -> None:
+    with connect(server) as client:
+        client.sendall(sent)
+        assert "not valid HTTP" in error_of(read_to_end(client), 400)["message"]
+    assert server.http.get("/health").status_code == 200
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        HEALTH + b"X: " + b"x" * HEAD_BYTES_MAX + b"\r\n\r\n",
+        HEALTH + b"X: x\r\n" * (HEAD_BYTES_MAX // 2) + b"\r\n",
+        b"GET /" + b"x" * HEAD_BYTES_MAX + b" HTTP/1.1\r\n\r\n",
+    ],
+)
+def test_a_head_that_is_too_large(server: Server, head: bytes) -> None:
+    with connect(server) as client:
+        client.sendall(head)
+        assert str(HEAD_BYTES_MAX) in error_of(read_to_end(client), 431)["message"]
+
+
+def test_a_head_without_end_is_not_kept(server: Server) -> None:
+    with connect(server) as client:
+        client.sendall(HEALTH + b"X: ")
+        assert str(HEAD_BYTES_MAX) in error_of(trickle(client, b"x" * 1000), 431)["message"]
+
+
+def test_a_head_just_within_the_limit(server: Server) -> None:
+    with connect(server) as client:
+        client.sendall(HEALTH + b"Connection: close\r\nX: " + b"x" * (HEAD_BYTES_MAX - 200) + b"\r\n\r\n")
+        assert read_to_end(client).startswith(b"HTTP/1.1 200 ")
+
+
+@pytest.mark.parametrize("before", [b"", HEALTH + b"\r\n"], ids=["first request", "second request"])
+def test_a_head_that_does_not_come_to_its_end(server: Server, before: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "HEAD_S", 0.3)
+    with connect(server) as client:
+        client.sendall(before)
+        if before:
+            assert client.recv(1 << 16).startswith(b"HTTP/1.1 200 ")
+        client.sendall(HEALTH)
+        assert "did not arrive" in error_of(trickle(client, b"X: x\r\n"), 408)["message"]
+
+
+@pytest.mark.parametrize("before", [b"", HEALTH + b"\r\n"], ids=["first request", "second request"])
+def test_empty_lines_are_no_request(server: Server, before: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A parser skips them, and says nothing of them."""
+    monkeypatch.setattr(connection, "HEAD_S", 0.3)
+    with connect(server) as client:
+        client.sendall(before)
+        if before:
+            assert client.recv(1 << 16).startswith(b"HTTP/1.1 200 ")
+        error_of(trickle(client, b"\r\n"), 408)
+
+
+def test_a_connection_that_says_nothing_is_closed(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "HEAD_S", 0.1)
+    with connect(server) as client:
+        assert read_to_end(client) == b""
+
+
+def test_a_body_that_does_not_come_to_its_end(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "BODY_TIMEOUT_S", 0.3)
+    with connect(server) as client:
+        client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\n{")
+        assert b" 408 " in trickle(client, b" ").splitlines()[0]
+
+
+def test_a_body_that_nobody_reads_has_the_idle_time_to_end(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "IDLE_S", 0.3)
+    with connect(server) as client:
+        client.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\n")
+        assert client.recv(1 << 16).startswith(b"HTTP/1.1 200 ")
+        assert trickle(client, b" ") in (b"", b"(reset)")
+
+
+def test_the_second_of_two_requests_may_wait_for_the_answer_to_the_first(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half a head that came too early must not end an answer that takes longer than a head may."""
+    monkeypatch.setattr(connection, "HEAD_S", 0.1)
+    server.planner.hold()
+    body = json.dumps({"model": "tiny", "prompt": "x", "stream": True}).encode()
+    with connect(server) as client:
+        client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body + HEALTH)
+        server.planner.wait_for(lambda: len(server.planner.submits) == 1)
+        with connect(server) as other:  # its time is over after that of the half head
+            assert read_to_end(other) == b""
+        server.planner.allow(None)
+        answer = b""
+        while b"[DONE]" not in answer:
+            part = client.recv(1 << 16)
+            assert part, answer
+            answer += part
+
+
+def test_an_answer_is_whole_though_what_follows_is_no_http(server: Server) -> None:
+    server.planner.script = says("x" * 20)
+    body = json.dumps({"model": "tiny", "prompt": "x"}).encode()
+    with connect(server) as client:
+        client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        server.planner.wait_for(lambda: len(server.planner.submits) == 1)
+        client.sendall(b"\x00\x01\x02\r\n\r\n")
+        answer = read_to_end(client)
+    assert answer.count(b"HTTP/1.1 ") <= 1, "one answer or none, never one inside the other"
+
+
+def test_the_kernel_gives_up_a_client_that_takes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "STALL_MS", 500)
+    with server_module.listen("127.0.0.1", 0) as listening, socket.create_connection(listening.getsockname()):
+        accepted, _ = listening.accept()
+        with accepted:
+            accepted.settimeout(DEADLINE_S)
+            with pytest.raises(OSError) as error:
+                while True:
+                    accepted.sendall(bytes(1 << 16))
+            assert not isinstance(error.value, TimeoutError) or error.value.errno is not None, "the kernel's, not this test's"
