@@ -4,8 +4,8 @@
     <cache>/models/<stem>-<hash>.lock       flock of the converter at work; others wait for it
     <cache>/models/<stem>-<hash>.tmp-<pid>  half-made; removed by the next holder of the lock
 
-Weights are dequantised to float32 exactly as the file says. llama.cpp stores the query and key rows of Llama models
-permuted for its own rotary layout; they are put back.
+Weights are dequantised to float32 exactly as the file says. llama.cpp stores the query and key rows of Llama models (Mistral is one
+there) permuted for its own rotary layout; they are put back. Qwen's are stored as they are.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -42,11 +43,29 @@ _LAYER_NAMES: Mapping[str, str] = {
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
     "attn_output": "self_attn.o_proj",
     "ffn_norm": "post_attention_layernorm",
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Family:
+    """``is_permuted``: the rows of its queries and keys lie as llama.cpp rotates them."""
+
+    architecture: str
+    is_permuted: bool
+
+
+# By `general.architecture`.
+_FAMILIES: Mapping[str, _Family] = {
+    "llama": _Family("LlamaForCausalLM", True),
+    "qwen2": _Family("Qwen2ForCausalLM", False),
+    "qwen3": _Family("Qwen3ForCausalLM", False),
 }
 
 
@@ -144,8 +163,8 @@ def _write_directory(file: Path, into: Path) -> None:
     tokenizer.save(str(into / "tokenizer.json"))
     try:
         _write_safetensors(into / "model.safetensors", sources)
-    except (ValueError, IndexError, NotImplementedError) as error:
-        raise ModelError(f"{file}: cannot be dequantised ({error}); use another quantisation of the model") from None
+    except (ValueError, IndexError) as error:
+        raise ModelError(f"{file}: cannot be dequantised ({error}); fetch it again, or use another quantisation of the model") from None
 
 
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:
@@ -160,13 +179,38 @@ def _read(file: Path) -> tuple[dict[str, Any], list[_Source]]:
         reader = GGUFReader(file)
         metadata = {key: field.contents() for key, field in reader.fields.items()}
     except (ValueError, IndexError, KeyError, TypeError, OSError) as error:
+        if unknown := re.search(r"(\d+)\)? is not a valid GGMLQuantizationType", str(error)):
+            raise _unknown_quantisation(file, unknown[1]) from None
         raise ModelError(f"{file}: damaged or truncated ({error}); fetch it again") from None
-    architecture = metadata.get("general.architecture")
-    if architecture != "llama":
-        raise ModelError(f"{file}: architecture {architecture!r} is not supported; allowed: llama; use another file")
-    heads = int(metadata.get("llama.attention.head_count", 0))
-    permuted = {"attn_q": heads, "attn_k": int(metadata.get("llama.attention.head_count_kv", heads))}
-    return metadata, [_source(tensor, permuted, file) for tensor in reader.tensors]
+    name = str(metadata.get("general.architecture"))
+    if name not in _FAMILIES:
+        raise ModelError(f"{file}: architecture {name!r} is not supported; allowed: {', '.join(_FAMILIES)}; use another file")
+    read = _Metadata(metadata, file)
+    heads = read.size("attention.head_count")
+    permuted = {"attn_q": heads, "attn_k": read.size("attention.head_count_kv", heads)}
+    for tensor in reader.tensors:
+        if not _can_dequantise(tensor.tensor_type):
+            raise _unknown_quantisation(file, tensor.tensor_type.name)
+    return metadata, [_source(tensor, permuted if _FAMILIES[name].is_permuted else {}, file) for tensor in reader.tensors]
+
+
+def _can_dequantise(kind: Any) -> bool:
+    """Whether the library turns weights of that type into numbers; it says so only when it is asked to."""
+    from gguf.constants import GGML_QUANT_SIZES
+    from gguf.quants import dequantize
+
+    try:
+        dequantize(np.zeros((1, GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
+    except (NotImplementedError, KeyError):
+        return False
+    return True
+
+
+def _unknown_quantisation(file: Path, name: str) -> ModelError:
+    from gguf import GGMLQuantizationType
+
+    allowed = [kind.name for kind in GGMLQuantizationType if _can_dequantise(kind)]
+    return ModelError(f"{file}: weights of type {name} are not supported; allowed: {', '.join(allowed)}; use one of these")
 
 
 def _source(tensor: Any, permuted: Mapping[str, int], file: Path) -> _Source:
@@ -179,54 +223,94 @@ def _source(tensor: Any, permuted: Mapping[str, int], file: Path) -> _Source:
         name = f"model.layers.{int(block[1])}.{_LAYER_NAMES[block[2]]}.{suffix}"
         return _Source(name, shape, tensor.data, tensor.tensor_type, permuted.get(block[2], 0))
     raise ModelError(
-        f"{file}: tensor {tensor.name} is no part of a plain Llama model; use a Hugging Face directory of this model, or another one"
+        f"{file}: tensor {tensor.name} is no part of a plain Llama or Qwen model; use its Hugging Face directory, or another model"
     )
 
 
 def _config(metadata: Mapping[str, Any], sources: list[_Source], file: Path) -> dict[str, Any]:
     """config.json; the dtype is bfloat16, since the weights were quantised from it and `--dtype auto` follows it."""
-
-    def value(key: str) -> Any:
-        if key not in metadata:
-            raise ModelError(f"{file}: metadata lacks {key}; fetch it again or use another file")
-        return metadata[key]
-
     names = {source.name: source for source in sources}
     if "model.embed_tokens.weight" not in names:
         raise ModelError(f"{file}: holds no token embeddings; it may be one part of a split file; join the parts first")
-    heads, hidden = int(value("llama.attention.head_count")), int(value("llama.embedding_length"))
+    read = _Metadata(metadata, file)
+    heads, hidden, context = read.size("attention.head_count"), read.size("embedding_length"), read.size("context_length")
     eos = [metadata.get("tokenizer.ggml.eos_token_id"), metadata.get("tokenizer.ggml.eot_token_id")]
-    scaling = _rope_scaling(metadata, file)
+    scaling = _rope_scaling(read)
+    _refuse_window(read, context)
     return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+        "architectures": [_FAMILIES[read.family].architecture],
+        "model_type": read.family,
         "attention_bias": "model.layers.0.self_attn.q_proj.bias" in names,
         "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
         "dtype": "bfloat16",
         "eos_token_id": list(dict.fromkeys(token for token in eos if token is not None)) or None,
-        "head_dim": int(metadata.get("llama.rope.dimension_count", hidden // heads)),
+        "head_dim": _head_dim(read, hidden // heads),
         "hidden_act": "silu",
         "hidden_size": hidden,
-        "intermediate_size": int(value("llama.feed_forward_length")),
-        "max_position_embeddings": int(value("llama.context_length")),
+        "intermediate_size": read.size("feed_forward_length"),
+        "max_position_embeddings": context,
         "mlp_bias": "model.layers.0.mlp.gate_proj.bias" in names,
         "num_attention_heads": heads,
-        "num_hidden_layers": int(value("llama.block_count")),
-        "num_key_value_heads": int(metadata.get("llama.attention.head_count_kv", heads)),
-        "rms_norm_eps": float(value("llama.attention.layer_norm_rms_epsilon")),
-        "rope_theta": float(metadata.get("llama.rope.freq_base", 10000.0)),
+        "num_hidden_layers": read.size("block_count"),
+        "num_key_value_heads": read.size("attention.head_count_kv", heads),
+        "rms_norm_eps": float(read.value("attention.layer_norm_rms_epsilon")),
+        "rope_theta": float(read.value("rope.freq_base", 10000.0)),
         "tie_word_embeddings": "lm_head.weight" not in names,
         "vocab_size": names["model.embed_tokens.weight"].shape[0],
     } | ({"rope_scaling": scaling} if scaling else {})
 
 
-def _rope_scaling(metadata: Mapping[str, Any], file: Path) -> dict[str, Any] | None:
-    kind = metadata.get("llama.rope.scaling.type", "none")
+@dataclass(frozen=True, slots=True)
+class _Metadata:
+    """What the file says of its family: keys without the family's name."""
+
+    all: Mapping[str, Any]
+    file: Path
+
+    @property
+    def family(self) -> str:
+        return str(self.all["general.architecture"])
+
+    def value(self, key: str, default: Any = None) -> Any:
+        """Raises ModelError for one that is absent and has no default."""
+        found = self.all.get(f"{self.family}.{key}", default)
+        if found is None:
+            raise ModelError(f"{self.file}: metadata lacks {self.family}.{key}; fetch it again or use another file")
+        return found
+
+    def size(self, key: str, default: int | None = None) -> int:
+        found = self.value(key, default)
+        if not isinstance(found, int):
+            raise ModelError(f"{self.file}: {self.family}.{key} is {found!r}; one whole number is supported; use another file")
+        return found
+
+
+def _head_dim(read: _Metadata, default: int) -> int:
+    """Size of a head; a file may also say it of values and of what is rotated, which must be the same."""
+    size = read.size("attention.key_length", read.size("rope.dimension_count", default))
+    for key in ("attention.value_length", "rope.dimension_count"):
+        if read.size(key, size) != size:
+            raise ModelError(
+                f"{read.file}: {key} is {read.size(key)} and heads have {size}; only equal ones are supported; use another file"
+            )
+    return size
+
+
+def _refuse_window(read: _Metadata, context: int) -> None:
+    window = read.value("attention.sliding_window", context)
+    if window and window != context:
+        raise ModelError(
+            f"{read.file}: a sliding window of {window} tokens is in use; only full attention is supported; use another file"
+        )
+
+
+def _rope_scaling(read: _Metadata) -> dict[str, Any] | None:
+    kind = read.value("rope.scaling.type", "none")
     if kind == "none":
         return None
-    if kind == "linear" and "llama.rope.scaling.factor" in metadata:
-        return {"rope_type": "linear", "factor": float(metadata["llama.rope.scaling.factor"])}
-    raise ModelError(f"{file}: rope scaling {kind!r} is not supported; allowed: none, linear; use another file")
+    if kind == "linear":
+        return {"rope_type": "linear", "factor": float(read.value("rope.scaling.factor"))}
+    raise ModelError(f"{read.file}: rope scaling {kind!r} is not supported; allowed: none, linear; use another file")
 
 
 def _write_safetensors(path: Path, sources: list[_Source]) -> None:

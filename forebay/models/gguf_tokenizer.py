@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, pre_tokenizers, processors
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
 from tokenizers.models import BPE
 
 from forebay.models.byte_alphabet import byte_alphabet
@@ -39,6 +39,8 @@ _SPLITS: Mapping[str, str | None] = {
     "qwen2": _QWEN2_SPLIT,
     "deepseek-r1-qwen": _QWEN2_SPLIT,
 }
+# Whose text is composed (Unicode normalisation form C) before it is split, as the Hugging Face tokenizers of these models do it.
+_NORMALISED = ("qwen2",)
 
 
 def build_tokenizer(metadata: Mapping[str, Any], where: str) -> tuple[Tokenizer, dict[str, Any]]:
@@ -96,6 +98,8 @@ def _byte_level(tokens: Sequence[str], metadata: Mapping[str, Any], where: str) 
                 pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
             ]
         )
+    if name in _NORMALISED:
+        tokenizer.normalizer = normalizers.NFC()
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
 

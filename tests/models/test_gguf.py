@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import multiprocessing
 import os
 import shutil
+import unicodedata
 
 import numpy as np
 import pytest
@@ -18,6 +20,7 @@ from forebay.models.errors import ModelError
 from forebay.models.gguf import convert_gguf
 from forebay.models.resolve import demo_file, resolve_model
 from forebay.models.tokenizer import Tokenizer
+from tests.models.gguf_writer import ARCHITECTURES, random_model, write_gguf
 
 TEXTS = [
     "Hello, world!",
@@ -126,7 +129,7 @@ def tiny(tmp_path, monkeypatch):
     return write_tiny(tmp_path / "tiny.gguf")
 
 
-def write_tiny(path, kind="F32", extra=(), **changes):
+def write_tiny(path, kind="F32", extra=(), options=None, **changes):
     import gguf
 
     values = {
@@ -155,6 +158,9 @@ def write_tiny(path, kind="F32", extra=(), **changes):
     writer.add_token_types([3] + [1] * (len(tokens) - 1))
     writer.add_token_merges(["a b"])
     writer.add_eos_token_id(0)
+    for key, value in (options or {}).items():
+        writer.kv_data[0].pop(key, None)
+        {str: writer.add_string, int: writer.add_uint32, list: writer.add_array}[type(value)](key, value)
     chance = np.random.default_rng(1)
     kv = values["hidden"] // values["heads"] * values["kv_heads"]
     shapes = {
@@ -234,10 +240,76 @@ def test_error_removes_the_half_made_directory(tmp_path, monkeypatch):
     assert [path.suffix for path in (tmp_path / "cache" / "models").iterdir()] == [".lock"]
 
 
+@pytest.mark.parametrize("family", ARCHITECTURES)
+def test_every_family_is_what_its_hugging_face_directory_says(tmp_path, monkeypatch, family):
+    """Shapes, options and every weight; what the model then computes is tested on such directories."""
+    monkeypatch.setenv("FOREBAY_CACHE_DIR", str(tmp_path / "cache"))
+    model = random_model(family)
+    model.save_pretrained(tmp_path / "directory")
+    ours, theirs = convert_gguf(write_gguf(tmp_path / "x.gguf", family, model)), tmp_path / "directory"
+    said = dataclasses.replace(load_config(theirs), dtype="bfloat16")
+    if family == "Mistral":  # which is a Llama there
+        said = dataclasses.replace(said, architecture="LlamaForCausalLM")
+    assert load_config(ours) == said
+    with safe_open(ours / "model.safetensors", "pt") as converted, safe_open(theirs / "model.safetensors", "pt") as saved:
+        assert set(converted.keys()) == set(saved.keys())
+        assert all(torch.equal(converted.get_tensor(name), saved.get_tensor(name)) for name in saved.keys())  # noqa: SIM118
+
+
+@pytest.mark.parametrize("family", ["Qwen2", "Qwen3"])
+def test_weights_and_ids_of_qwen_equal_what_transformers_reads_from_the_file(tmp_path, monkeypatch, family):
+    from transformers import AutoTokenizer
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+    monkeypatch.setenv("FOREBAY_CACHE_DIR", str(tmp_path / "cache"))
+    model = random_model(family)
+    file = write_gguf(tmp_path / "x.gguf", family, model)
+    path = convert_gguf(file)
+    expected = load_gguf_checkpoint(str(file), return_tensors=True, model_to_load=model)["tensors"]
+    with safe_open(path / "model.safetensors", "pt") as converted:
+        assert set(converted.keys()) == set(expected)
+        assert all(torch.equal(converted.get_tensor(name), value) for name, value in expected.items())
+    ours, theirs = Tokenizer(path), AutoTokenizer.from_pretrained(str(tmp_path), gguf_file="x.gguf")
+    for text in [*TEXTS, "abab <|im_start|>user", unicodedata.normalize("NFD", TEXTS[3])]:
+        # Models of this family were trained on composed text, as `Qwen2Tokenizer` makes it; only its reading of GGUF files does not.
+        composed = unicodedata.normalize("NFC", text)
+        assert ours.encode(text, False) == theirs.encode(composed, add_special_tokens=False), text
+
+
+def test_a_type_of_weights_that_cannot_be_read_names_those_that_can(tmp_path, monkeypatch):
+    import gguf
+
+    monkeypatch.setenv("FOREBAY_CACHE_DIR", str(tmp_path / "cache"))
+    file = write_tiny(tmp_path / "x.gguf")
+    code = int(gguf.GGMLQuantizationType.Q8_0).to_bytes(4, "little")
+    for unknown in (int(gguf.GGMLQuantizationType.I8), 999):
+        whole = write_tiny(tmp_path / "x.gguf", "Q8_0").read_bytes()
+        at = whole.index(b"blk.0.ffn_up.weight") + len(b"blk.0.ffn_up.weight") + 4 + 2 * 8  # name, number of sizes, sizes
+        assert whole[at : at + 4] == code
+        file.write_bytes(whole[:at] + unknown.to_bytes(4, "little") + whole[at + 4 :])
+        with pytest.raises(ModelError, match=r"weights of type (I8|999) are not supported; allowed: F32, F16, Q4_0.*; use one of"):
+            convert_gguf(file)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("attention.sliding_window", 64, "a sliding window of 64 tokens"),
+        ("attention.value_length", 8, "attention.value_length is 8 and heads have 16"),
+        ("rope.scaling.type", "yarn", "rope scaling 'yarn' is not supported; allowed: none, linear"),
+        ("attention.head_count_kv", [2, 1], "one whole number is supported"),
+    ],
+)
+def test_options_that_change_the_arithmetic_are_refused(tmp_path, monkeypatch, key, value, message):
+    monkeypatch.setenv("FOREBAY_CACHE_DIR", str(tmp_path / "cache"))
+    with pytest.raises(ModelError, match=message):
+        convert_gguf(write_tiny(tmp_path / "x.gguf", options={f"llama.{key}": value}))
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"arch": "gemma"}, "architecture 'gemma' is not supported"),
+        ({"arch": "gemma"}, "architecture 'gemma' is not supported; allowed: llama, qwen2, qwen3"),
         ({"pre": "klingon"}, "pre-tokenizer 'klingon'"),
         ({"more_tokens": []}, "vocabulary and merges"),
     ],

@@ -7,9 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from forebay import LLM, SamplingParams
 from forebay.models.gguf import convert_gguf
+from tests.models.gguf_writer import write_gguf
 from tests.runtime import tiny_llama
 from tests.runtime.scripted_planner import ScriptedPlanner
 from tests.runtime.test_worker_text import story
@@ -23,7 +26,7 @@ Make = Callable[[str], tuple[Path, Path]]
 
 
 def cases() -> list[Any]:
-    every = [(family, pp, tp) for family in (*FAMILIES, "gguf") for pp, tp in GRIDS]
+    every = [(family, pp, tp) for family in (*FAMILIES, "gguf", "gguf Qwen2", "gguf Qwen3") for pp, tp in GRIDS]
     return [
         pytest.param(*case, marks=() if case in FAST else pytest.mark.slow, id=f"{case[0]}-pp{case[1]}-tp{case[2]}") for case in every
     ]
@@ -36,13 +39,18 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
     @cache
     def made(family: str) -> tuple[Path, Path]:
         directory = tmp_path_factory.mktemp(family)
-        if family != "gguf":
-            path = tiny_llama.make(directory, family, **HEADS | FAMILIES[family])
-            return path, path
-        source = tiny_llama.make_gguf(directory / "tiny.gguf")
+        name = family.removeprefix("gguf ")
+        if family == "gguf":
+            written = source = tiny_llama.make_gguf(directory / "tiny.gguf")
+        else:
+            source = tiny_llama.make(directory, name, **HEADS | FAMILIES[name] | ({"vocab_size": 264} if name != family else {}))
+            if name == family:
+                return source, source
+            model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+            written = write_gguf(directory / "tiny.gguf", name, model)
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("FOREBAY_CACHE_DIR", str(directory / "cache"))
-            return convert_gguf(source), source
+            return convert_gguf(written), source
 
     return made
 
@@ -59,8 +67,6 @@ def test_text_equals_transformers(make: Make, family: str, pp: int, tp: int) -> 
 @pytest.mark.parametrize("tp", [1, 3])
 def test_the_demo_model_over_tensor_parallel_ranks(tp: int) -> None:
     """9 heads and 3 key/value heads, float32, the whole engine."""
-    from transformers import AutoModelForCausalLM
-
     from forebay.models.resolve import resolve_model
 
     chance = random.Random(3)
@@ -68,8 +74,6 @@ def test_the_demo_model_over_tensor_parallel_ranks(tp: int) -> None:
     params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
     with LLM("demo", tp=tp, dtype="float32", device_memory="256MiB", host_memory="64MiB", store="none", threads_per_rank=1) as llm:
         texts = [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
-    import torch
-
     oracle = AutoModelForCausalLM.from_pretrained(resolve_model("demo").path, dtype=torch.float32).eval()
     for ids, text in zip(prompts, texts, strict=True):
         expected = oracle.generate(torch.tensor([ids]), max_new_tokens=16, min_new_tokens=16, do_sample=False, eos_token_id=None)
