@@ -11,6 +11,7 @@ import httpx
 import psutil
 import pytest
 
+from forebay.runtime.boot import set_death_signal
 from forebay.settings import Settings
 from tests.cli.test_served_model import DEADLINE_S, FOREBAY, OPTIONS, Served
 from tests.frontend.served import until
@@ -41,7 +42,13 @@ def serve(tmp_path: Path) -> Iterator[Callable[..., Served]]:
             *more,
         ]
         process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, start_new_session=True
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=environment,
+            start_new_session=True,
+            preexec_fn=set_death_signal,
         )
         started.append(Served(process))
         return started[-1]

@@ -215,6 +215,11 @@ def test_more_stages_than_layers_is_one_line_and_status_2(model_dir: Path) -> No
     assert str(LAYERS) in fails("serve", str(model_dir), "--port", "0", "--pp", str(LAYERS + 1))
 
 
+def test_tensor_parallelism_that_does_not_divide_the_heads_is_one_line_and_status_2(model_dir: Path) -> None:
+    said = fails("serve", str(model_dir), "--port", "0", "--tp", "3")
+    assert "tp 3 does not divide 2 heads, 2 key/value heads" in said and "allowed: 1, 2; choose --tp from these" in said
+
+
 def fails(*arguments: str) -> str:
     """The last line of a command that ends with status 2, which is not a traceback."""
     started = time.monotonic()

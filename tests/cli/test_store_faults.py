@@ -17,6 +17,7 @@ import httpx
 import psutil
 import pytest
 
+from forebay.runtime.boot import set_death_signal
 from forebay.store import StoreClient
 from tests.cli.test_served_model import DEADLINE_S, FOREBAY, OPTIONS, Served
 from tests.frontend.served import until
@@ -39,7 +40,13 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
         more = ["--store", store, "--fetch-threshold", "8", "--fetch-policy", "wait"]
         command = [*FOREBAY, "serve", str(model), "--port", "0", "--served-model-name", "tiny", *OPTIONS, *more]
         process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, start_new_session=True
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=environment,
+            start_new_session=True,
+            preexec_fn=set_death_signal,
         )
         started.append(Served(process))
         return started[-1]

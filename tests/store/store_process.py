@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from forebay.runtime.boot import set_death_signal
+
 START_S = 30.0
 
 
@@ -21,7 +23,9 @@ class Process:
         self.args = args
         self.prelude = prelude
         command = [sys.executable, "-c", prelude + "\nfrom forebay.cli.store import app; app(prog_name='forebay store')"]
-        self.child = subprocess.Popen([*command, *args, "--json"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        self.child = subprocess.Popen(
+            [*command, *args, "--json"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=set_death_signal
+        )
         assert self.child.stdout is not None and self.child.stderr is not None
         ready, _, _ = select.select([self.child.stdout], [], [], START_S)
         line = self.child.stdout.readline() if ready else b""
