@@ -62,6 +62,7 @@ def test_a_server_whose_reader_has_gone_ends_with_its_planner(unread: tuple[subp
     assert not psutil.wait_procs(everybody, DEADLINE_S)[1]
 
 
+@pytest.mark.slow
 def test_a_server_whose_reader_has_gone_outlives_a_rank(unread: tuple[subprocess.Popen[str], IO[str]]) -> None:
     """What the planner has to say of a lost rank was once its own end."""
     process, lines = unread
@@ -77,7 +78,7 @@ def test_a_server_whose_reader_has_gone_outlives_a_rank(unread: tuple[subprocess
     assert process.wait(DEADLINE_S) == 0
 
 
-@pytest.mark.parametrize("what", ["planner", "server"])
+@pytest.mark.parametrize("what", ["planner", pytest.param("server", marks=pytest.mark.slow)])
 def test_a_server_whose_reader_has_stopped_reading_ends(unread: tuple[subprocess.Popen[str], IO[str]], what: str) -> None:
     process, lines = unread
     everybody = psutil.Process(process.pid).children(recursive=True)
