@@ -111,6 +111,9 @@ class Connection(HttpToolsProtocol):
         if self._is_answering and self.cycle.response_started:
             self.transport.close()
             return
+        if self._is_answering:  # whoever works on the answer has nobody to give it to
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
         body = ApiError(status, message).body
         lines = [b"content-type: application/json", b"content-length: %d" % len(body), b"connection: close"]
         self.transport.write(STATUS_LINE[http.HTTPStatus(status)] + b"\r\n".join(lines) + b"\r\n\r\n" + body)
