@@ -159,14 +159,13 @@ class _Ending:
         if self._ending:
             return
         self.status = EXIT_ENGINE_LOST if self._engine.was_ready else EXIT_NEVER_READY
+        at_once = self._engine.planner_lost or not self._engine.was_ready
+        asyncio.get_running_loop().call_later(0 if at_once else LAST_WORD_S, self._end)  # whatever goes wrong with the words below
         if self._engine.planner_lost and self._engine.was_ready:  # otherwise the planner has written it
             _save_incident(self._planner, death.result())
         print(f"forebay: {death.result()}", file=sys.stderr, flush=True)
-        if self._engine.planner_lost or not self._engine.was_ready:
-            self._end()
-        else:
+        if not at_once:
             print(f"forebay: answering 503 for {LAST_WORD_S:.0f} s, then ending", file=sys.stderr, flush=True)
-            asyncio.get_running_loop().call_later(LAST_WORD_S, self._end)
 
     def _end(self) -> None:
         self._ending = True
