@@ -1,6 +1,6 @@
 """Standard output and error that can neither stop nor end a process.
 
-    print() --> at most `LINES_MAX` writes that wait --> one daemon thread --> write(2)
+    print() --> at most `WRITES_MAX` writes that wait --> one daemon thread --> write(2)
 
 A server's lines go wherever its starter has them read. A reader that is gone makes write(2) fail, in the middle of whatever had
 something to say; one that has stopped reading makes it wait, and an event loop with it. Here both only cost lines.
@@ -15,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 
-LINES_MAX = 10_000
+WRITES_MAX = 10_000
 END_S = 1.0
 
 
@@ -30,7 +30,7 @@ class Writer:
     def put(self, descriptor: int, text: bytes) -> None:
         """Never waits. What does not fit is dropped."""
         with self._changed:
-            if len(self._waiting) < LINES_MAX:
+            if len(self._waiting) < WRITES_MAX:
                 self._waiting.append((descriptor, text))
                 self._changed.notify_all()
 
