@@ -8,8 +8,9 @@ stems, so pages move between all tiers. Meanwhile every process of the server is
 What a leak is: growth that goes on. Pools, caches and arenas grow until they are full once, in steps, and the more rarely the fuller
 they are; a leak grows with every request. So the growth of a phase is the median slope between any two samples of its last two
 thirds (Theil-Sen: a few steps do not move it, steady growth does) times their length, and a phase is flat if that is at most
-`FLAT_MIB` for each process. Descriptors and threads are compared with no client there, before and after. Pools of both hold as many as
-calls have ever met, so the warm-up ends with crowds that all fetch at once; `FLAT_COUNT` more may still have met by chance.
+`FLAT_MIB` for each process. Page pools take memory as pages are used for the first time, so the warm-up ends by using all of them.
+Descriptors and threads are compared with no client there, before and after. Pools of both hold as many as calls have ever met, so the
+warm-up has crowds that all fetch at once; `FLAT_COUNT` more may still have met by chance, and a store has some log file more or less.
 """
 
 import contextlib
@@ -33,12 +34,14 @@ import psutil
 from forebay.runtime.boot import set_death_signal
 
 FLAT_MIB = 4.0
-FLAT_COUNT = 4
+FLAT_COUNT = 8
 WARM_SHARE = 0.2  # of the load's time, before it
 SAMPLE_S = 2.0
 CLIENTS = 4
 WARM_CLIENTS = 12
 CROWDS = 20
+FILLERS_MAX = 1000
+FREE_SHARE = 0.05
 PAUSE_S = 0.05  # mean, between two requests of a client
 MAX_OUT = 48
 STEMS = 6
@@ -237,6 +240,16 @@ class Load:
             for status in together.map(self._server.post, ["/v1/completions"] * len(asked), asked):
                 self.errors[f"crowd: status {status}"] += status != 200
 
+    def fill_pages(self, chance: random.Random) -> None:
+        """Ask what nobody has asked until hardly a page of a tier is free: by then each has been used."""
+        for _ in range(FILLERS_MAX):
+            tiers = self._server.get("/cache")["tiers"]
+            if all(use["free"] <= FREE_SHARE * use["capacity"] for use in (tiers["device"], tiers["host"])):
+                return
+            prompt = " ".join(chance.choices(WORDS, k=len(self._stems[0])))
+            status = self._server.post("/v1/completions", {"model": self._server.model, "prompt": prompt, "max_tokens": 1})
+            self.errors[f"filler: status {status}"] += status != 200
+
     def _client(self, chance: random.Random) -> None:
         while not self._stop.wait(chance.expovariate(1 / PAUSE_S)):
             kind = chance.choices(["stream", "hang up", "whole", "choices", "wrong", "flush"], [30, 30, 20, 10, 8, 2])[0]
@@ -280,6 +293,7 @@ def run(model: str, arguments: Sequence[str], load_minutes: float, idle_minutes:
             time.sleep(load_minutes * WARM_SHARE * 60)
         for _ in range(CROWDS):
             load.crowd()
+        load.fill_pages(random.Random(seed))
         problems += load.problems("warm-up")
         _drain(server, problems)
         phases = [_phase(server, "load", load_minutes, seed + 1, say, problems)]
