@@ -48,6 +48,8 @@ class Channel:
         self._calls = 0
         self._timeouts = (0.0, 0.0)
         self.epoch = 0
+        self.unused_since = 0.0
+        """The pool's, which has it meanwhile (`holders.Pool`)."""
 
     @staticmethod
     def connect(address: Address, tenant: str, secret: bytes, deadline: float, tls: ssl.SSLContext | None = None) -> "Channel":

@@ -37,7 +37,7 @@ class Pool:
 
     def __init__(self, connect: Callable[[float], Channel]) -> None:
         self._connect = connect
-        self._idle: list[tuple[float, Channel]] = []  # since when, longest first
+        self._idle: list[Channel] = []  # the longest unused first
         self._lock = threading.Lock()
         self._closed = False
 
@@ -57,19 +57,20 @@ class Pool:
         with self._lock:
             self._closed = True
             idle, self._idle = self._idle, []
-        for _, channel in idle:
+        for channel in idle:
             channel.close()
 
     def _keep(self, channel: Channel) -> list[Channel]:
         """What has to be closed: ``channel`` itself if there is no room, and those that have been idle for too long."""
-        now, unused = time.monotonic(), []
+        unused = []
+        channel.unused_since = time.monotonic()
         with self._lock:
-            while self._idle and now - self._idle[0][0] > IDLE_S:
-                unused.append(self._idle.pop(0)[1])
+            while self._idle and channel.unused_since - self._idle[0].unused_since > IDLE_S:
+                unused.append(self._idle.pop(0))
             if self._closed or len(self._idle) >= MAX_IDLE_CHANNELS:
                 unused.append(channel)
             else:
-                self._idle.append((now, channel))
+                self._idle.append(channel)
         return unused
 
     def _idle_one(self) -> Channel | None:
@@ -77,7 +78,7 @@ class Pool:
             with self._lock:
                 if not self._idle:
                     return None
-                _, channel = self._idle.pop()
+                channel = self._idle.pop()
             if not channel.is_stale():
                 return channel
             channel.close()
