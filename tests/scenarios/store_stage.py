@@ -56,6 +56,7 @@ from forebay.store.wire.messages import (
     MasterToClient,
     MasterToHolder,
     MatchPrefix,
+    Peers,
     Persisted,
     Place,
     Prefetchable,
@@ -449,6 +450,8 @@ class StoreStage:
         match message:
             case Registered(number, _, token_key, _):
                 hand.number, hand.token_key = number, token_key
+            case Peers(names):
+                hand.peers = sorted({*names, *hand.peers} - {hand.name})
             case Serving(adopted):
                 return [f"{hand.name} serves" + (f", {adopted} found in memory" if adopted else "")]
             case Retire(ranges):

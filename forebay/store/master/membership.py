@@ -282,8 +282,9 @@ def _forget_at(state: State, now: float, object: Object, holder: Holder) -> None
 
 def open_if_heard(state: State, now: float) -> None:
     """A new master serves when it has heard every holder there is, or has waited ``settle_s`` for those that are missing: one of them
-    may keep a removal that another has to hear of."""
-    if not state.open and (not state.unheard or now >= state.started + state.config.settle_s):
+    may keep a removal that another has to hear of. Before the first has come it knows of none, which is not the same as all."""
+    heard = state.holders and not state.unheard
+    if not state.open and (heard or now >= state.started + state.config.settle_s):
         state.open = True
         for holder in state.holders.values():
             holder.open = True
