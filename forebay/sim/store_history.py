@@ -188,11 +188,14 @@ class StoreHistory:
     def __init__(self, seed: int, preset: Preset | None = None) -> None:
         self.random = random.Random(seed)
         self.options = draw_store(self.random, preset)
+        self._waits = preset is Preset.STORM  # half of the faults wait for something to strike at
+        self._armed: list[tuple[StoreFault, StoreActivity]] = []
+        self._traffic_ends = 0.0
         self.heap = EventHeap()
         self.report = StoreReport()
         self.config = MasterConfig(
             replicas=self.options.replicas, ssd_prefetch=self.options.prefetch, promotion_on_hit=self.options.prefetch,
-            prefetch_share=0.4, task_timeout_s=5.0,
+            prefetch_share=0.4, task_timeout_s=5.0, settle_s=6.0 if self._waits else 2.0,
         )  # fmt: skip
         self.epoch = 1
         self.master: Master | None = Master(self.config, 0.0, epoch=1, secret=b"s")
@@ -235,8 +238,9 @@ class StoreHistory:
         for _ in range(self.options.operations):
             at += self.random.uniform(0, 2 * self.options.pace_s)
             self.heap.at(at, self._operate)
+        self._traffic_ends = at
         for kind in self.options.faults:
-            self.heap.at(self.random.uniform(1.0, at), lambda kind=kind: self._strike(kind))  # type: ignore[misc]
+            self.heap.at(self.random.uniform(1.0, at), lambda kind=kind: self._arm(kind))  # type: ignore[misc]
         self.heap.at(at + SETTLE_S, self._audit)
         self.heap.at(at + 2 * SETTLE_S, self._end)
 
@@ -263,6 +267,8 @@ class StoreHistory:
         check(master.state)
         self._check_leases(master)
         self._note_durable(master, event)
+        if self._armed:
+            self._strike_armed()
 
     def _answer(self, peer: Peer, effect: Send) -> None:
         message = effect.message
@@ -551,6 +557,23 @@ class StoreHistory:
         self._ask(lambda call: Remove(call, [key]), removed)
 
     # ------------------------------------------------------------------------------------------ faults
+
+    def _arm(self, kind: StoreFault) -> None:
+        """Strike now, or once the store is at something (never, if it never is)."""
+        if self._waits and self.random.random() < 0.5:
+            self._armed.append((kind, self.random.choice(list(StoreActivity))))
+        else:
+            self._strike(kind)
+
+    def _strike_armed(self) -> None:
+        if self.heap.now > self._traffic_ends:
+            self._armed.clear()  # the rest of the history is for healing
+            return
+        going = self._activities()
+        due = [fault for fault in self._armed if fault[1] in going]
+        for fault in due:
+            self._armed.remove(fault)
+            self.heap.after(0.0, lambda kind=fault[0]: self._strike(kind))  # type: ignore[misc]
 
     def _strike(self, kind: StoreFault) -> None:
         self.report.met[kind] += 1
