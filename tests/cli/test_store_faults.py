@@ -133,7 +133,7 @@ def on_files(start: Start, directory: Path) -> Served:
 
 
 def files(directory: Path) -> set[Path]:
-    return set(directory.glob("??/*.page"))
+    return set(directory.glob("?/?/*.page"))
 
 
 def flip(path: Path) -> None:

@@ -173,7 +173,7 @@ def test_health_says_that_it_is_well(store: PageStore) -> None:
 
 
 def files(path: Path) -> list[Path]:
-    return sorted(path.glob("??/*.page"))
+    return sorted(path.glob("?/?/*.page"))
 
 
 def test_directory_keeps_its_size_by_least_recent_use_and_over_a_restart(tmp_path: Path) -> None:
@@ -189,18 +189,18 @@ def test_directory_keeps_its_size_by_least_recent_use_and_over_a_restart(tmp_pat
 
 
 def test_directory_of_an_earlier_version_is_taken_over(tmp_path: Path) -> None:
-    """It had two levels of folders."""
+    """It had 256 folders on each level."""
     store = DirectoryStore(tmp_path, 1 << 20)
     for index in range(20):
         assert put(store, b"%d" % index, bytes([index]) * 1000) is Status.OK
     for path in files(tmp_path):
-        below = path.parent / path.name[2:4]
-        below.mkdir()
-        path.rename(below / path.name)
+        earlier = tmp_path / path.name[:2] / path.name[2:4]
+        earlier.mkdir(parents=True)
+        path.rename(earlier / path.name)
     assert files(tmp_path) == []
     store = DirectoryStore(tmp_path, 1 << 20)
     assert [get(store, b"%d" % index, 1000) for index in range(20)] == [bytes([index]) * 1000 for index in range(20)]
-    assert len(files(tmp_path)) == 20 and not list(tmp_path.glob("??/??")), "nothing of the old form is left"
+    assert len(files(tmp_path)) == 20 and not list(tmp_path.glob("??")), "nothing of the old form is left"
     assert store.files.count == 20
 
 

@@ -1,10 +1,10 @@
 """The files of a directory store: one an object, at most so many bytes of them, the least recently used going first.
 
-    DIR/ab/<sha256 of key>.page          = head {magic, key length, value length, CRC32C} | key | value
+    DIR/a/b/<sha256 of key>.page         = head {magic, key length, value length, CRC32C} | key | value
     DIR/tmp/<machine>-<pid>-<n>            being written; then it gets its name, so no reader meets half of one
 
-256 directories (FIELD_REPORTS B13): a second level would be a directory, and its making, for nearly every file. Calls block for as long
-as the file system does; see `file_threads`.
+Two levels of 16 directories (FIELD_REPORTS B13): of 256 nearly every file would have, and make, one of its own. Calls block for as
+long as the file system does; see `file_threads`.
 """
 
 import contextlib
@@ -61,7 +61,7 @@ class PageFiles:
         self._free_seen = (float("-inf"), 0)
         self._temporary.mkdir(parents=True, exist_ok=True)
         self._sweep_temporary()
-        _lift(root)
+        self._take_over()
         self._list()
 
     @property
@@ -234,7 +234,18 @@ class PageFiles:
         return time.time() - path.stat().st_mtime > _FOREIGN_STALE_S
 
     def _place(self, name: str) -> Path:
-        return self.root / name[:2] / name
+        return self.root / name[0] / name[1] / name
+
+    def _take_over(self) -> None:
+        """Earlier versions had two levels of 256 directories: their files move, once."""
+        for first in _directories(self.root, 2):
+            for second in _directories(first, 2):
+                with contextlib.suppress(OSError):
+                    for entry in list(os.scandir(second)):
+                        _move(Path(entry.path), self._place(entry.name))
+                    Path(second).rmdir()
+            with contextlib.suppress(OSError):
+                Path(first).rmdir()
 
 
 def file_bytes(key: bytes, value_bytes: int) -> int:
@@ -265,26 +276,23 @@ def _value_of(data: Bytes, key: bytes) -> Bytes | None:
 
 def _pages(root: Path) -> Iterator[os.DirEntry[str]]:
     """The objects' files that are there now."""
-    for directory in _directories(root):
-        with contextlib.suppress(OSError), os.scandir(directory.path) as found:
-            yield from (entry for entry in found if entry.name.endswith(".page"))
+    for first in _directories(root, 1):
+        for second in _directories(first, 1):
+            with contextlib.suppress(OSError), os.scandir(second) as found:
+                yield from (entry for entry in found if entry.name.endswith(".page"))
 
 
-def _lift(root: Path) -> None:
-    """Earlier versions had a second level of directories: what is there moves up, once."""
-    for first in _directories(root):
-        for second in _directories(first.path):
-            with contextlib.suppress(OSError):
-                for entry in list(os.scandir(second.path)):
-                    Path(entry.path).replace(Path(first.path, entry.name))
-                Path(second.path).rmdir()
-
-
-def _directories(path: str | Path) -> list[os.DirEntry[str]]:
-    """Those with names of two letters; none if it cannot be read."""
+def _directories(path: str | Path, letters: int) -> list[str]:
+    """Those with names of so many letters; none if it cannot be read."""
     with contextlib.suppress(OSError), os.scandir(path) as found:
-        return [entry for entry in found if len(entry.name) == 2 and entry.is_dir()]
+        return [entry.path for entry in found if len(entry.name) == letters and entry.is_dir()]
     return []
+
+
+def _move(path: Path, place: Path) -> None:
+    """Raises ``OSError``."""
+    place.parent.mkdir(parents=True, exist_ok=True)
+    path.replace(place)
 
 
 def _create(path: Path) -> int:
