@@ -117,6 +117,7 @@ def _measure(rank: _Rank, rounds: int, say: Callable[[str], None]) -> list[dict[
             own.append(size / _seconds(work.run) / 1e9)
             if work.floor is not None:
                 floor.append(size / _memcpy_s(work.floor) / 1e9)
+        rank.store.clear([rank.part], TIMEOUT_S)  # it holds a few rounds' pages
     return [{"copy": name, "gb_s": own, "memcpy_gb_s": floor, "pages": PAGES} for name, (own, floor) in rates.items()]
 
 
