@@ -218,6 +218,8 @@ class StoreHistory:
             SimHolder(f"h{index}", self.heap, self.options.capacity, self.options.log_delay_s, self.options.copy_s)
             for index in range(self.options.holders)
         ]
+        for holder in self.holders:
+            holder.on_logged = lambda place, holder=holder: self._logged(holder, place)  # type: ignore[misc]
         self._links: dict[str, Peer] = {}
         self._client: Peer | None = None
 
@@ -667,6 +669,18 @@ class StoreHistory:
 
     def _may_lease(self, keys: list[bytes], until: float) -> None:
         self._leases |= {key: max(self._leases.get(key, 0.0), until) for key in keys}
+
+    def _logged(self, holder: SimHolder, place: LogKey) -> None:
+        """Promised from now on, unless the master has given this copy up already and the holder has yet to hear of it."""
+        if self.master is None or not holder.serving:
+            self._durable.add(place)
+            return
+        tenant = self.master.state.tenant(TENANT)
+        put = tenant.pending.get(place[1])
+        for found in (tenant.objects.get(place[1]), put.object if put is not None else None):
+            of_this_put = found is not None and found.generation == place[2]
+            if found is not None and of_this_put and any(one.holder.register.name == holder.name for one in found.memory):
+                self._durable.add(place)
 
     def _note_durable(self, master: Master, event: Event) -> None:
         """A record that its master has taken in: before, nothing was promised of it."""

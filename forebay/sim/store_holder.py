@@ -92,6 +92,7 @@ class SimHolder:
         self.log: dict[LogKey, bytes] = {}
         self.left_log: set[LogKey] = set()  # evicted or buried
         self.logged: set[LogKey] = set()  # was there once
+        self.on_logged: Callable[[LogKey], None] = lambda place: None
         self.evicted: set[LogKey] = set()
         self.kept: list[Grave] = []
         self.peers: list[str] = []
@@ -253,6 +254,7 @@ class SimHolder:
             return
         self.log[place] = self.segment.read(entry.offset, 0, entry.length)
         self.logged.add(place)
+        self.on_logged(place)
         self.highest = max(self.highest, entry.generation)
         self.send(Persisted([HeldSsd(*place, entry.length)]))
 

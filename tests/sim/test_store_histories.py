@@ -214,4 +214,4 @@ def test_a_planted_bug_is_found(plant: Patch, monkeypatch: pytest.MonkeyPatch) -
     plant(monkeypatch)
     with pytest.raises(AssertionError):
         for seed in range(SEEDS):
-            run_store_history(seed)
+            run_store_history(seed, Preset.STORM if seed % 2 else None)
