@@ -1,6 +1,6 @@
 """What tickets and write-through cost when nothing comes of them: CPU time, which neighbours on the machine disturb little.
 
-Each arm is a server of its own that is asked the same kind of prompts, none of them stored. ``compute``: the main threads of the ranks,
+Each arm is a server of its own that is asked prompts of its own, none of them stored. ``compute``: the main threads of the ranks,
 which run the forward passes. ``beside``: all other threads of the ranks (copies, fetches, writes, channels) and the planner. The
 store's own process is counted apart. The second half of the prompts is counted: by then every page of every pool has been touched.
 """
@@ -16,7 +16,7 @@ import msgspec
 import psutil
 
 from forebay.bench.ttft.load import Client
-from forebay.bench.ttft.plan import Ask
+from forebay.bench.ttft.plan import Ask, TtftError
 from forebay.bench.ttft.server import MODEL_NAME, drain, running
 from forebay.models.config import ModelConfig
 from forebay.settings import FetchRoute, Settings
@@ -89,7 +89,7 @@ def _settings(common: Settings, config: ModelConfig, arm: Arm) -> Settings:
 
 
 def _measure(model: str, settings: Settings, config: ModelConfig, arm: Arm) -> Cpu:
-    dice = random.Random("cost")
+    dice = random.Random(f"cost/{arm.name}")  # what another arm has stored would be hit
     with running(model, settings) as server:
         client = Client(server.url, MODEL_NAME, 1)
         _load(client, config, dice, arm)
@@ -100,7 +100,9 @@ def _measure(model: str, settings: Settings, config: ModelConfig, arm: Arm) -> C
 
 def _load(client: Client, config: ModelConfig, dice: random.Random, arm: Arm) -> None:
     prompts = [[dice.randrange(FIRST_TOKEN_ID, config.vocab_size) for _ in range(TOKENS)] for _ in range(PROMPTS)]
-    client.closed_load([Ask(index, prompt, False) for index, prompt in enumerate(prompts)], CONCURRENCY, "cost")
+    answers = client.closed_load([Ask(index, prompt, False) for index, prompt in enumerate(prompts)], CONCURRENCY, "cost")
+    if any(answer.cached_store for answer in answers):
+        raise TtftError(f"{arm.name}: nothing was to be hit, and the store had some of it")
     drain(client, arm.name)
 
 
