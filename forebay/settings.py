@@ -160,7 +160,13 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     fetch_threshold: Annotated[int, Setting("stored prefixes shorter than this are computed", "tokens", 0, 1 << 20)] = 256
     chunk_size: Annotated[
         int,
-        Setting("prefill tokens that one plan may run; smaller = steadier decodes", "tokens", 1, 1 << 20, ("--chunked-prefill-size",)),
+        Setting(
+            "prefill tokens that one plan may run; smaller = steadier decodes, and stages that are all busy sooner (256 on two cores)",
+            "tokens",
+            1,
+            1 << 20,
+            ("--chunked-prefill-size",),
+        ),
     ] = 512
     max_running: Annotated[int, Setting("requests that may hold device pages at once", "requests", 1, 65536, ("--max-num-seqs",))] = 64
     max_context: Annotated[
