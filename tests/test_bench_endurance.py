@@ -26,8 +26,7 @@ def usage(rss_mib: list[float], fds: tuple[int, int] = (5, 5)) -> Usage:
         (usage([100.0] * 25 + [109.0] * 15 + [120.0] * 50), None),  # an arena more, now and then
         (usage([100.0 + sample / 2 for sample in range(30)]), "grew by"),
         (usage([100.0 + sample / 2 + sample % 7 for sample in range(60)]), "grew by"),
-        (usage([100.0] * 30, fds=(5, 13)), None),  # pooled connections and log files
-        (usage([100.0] * 30, fds=(5, 14)), "has 14 descriptors, 5 before"),
+        (usage([100.0] * 30, fds=(5, 6)), "has 6 descriptors, 5 before"),
     ],
 )
 def test_what_is_flat_and_what_is_not(seen: Usage, said: str | None) -> None:
