@@ -159,15 +159,16 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     ] = FetchPolicy.TIMEOUT
     fetch_threshold: Annotated[int, Setting("stored prefixes shorter than this are computed", "tokens", 0, 1 << 20)] = 256
     chunk_size: Annotated[
-        int,
+        int | None,
         Setting(
-            "prefill tokens that one plan may run; smaller = steadier decodes, and stages that are all busy sooner (256 on two cores)",
+            "prefill tokens that one plan may run; smaller = steadier decodes, and stages that are all busy sooner; 512 with one stage "
+            "and 256 with several if not given",
             "tokens",
             1,
             1 << 20,
             ("--chunked-prefill-size",),
         ),
-    ] = 512
+    ] = None
     max_running: Annotated[int, Setting("requests that may hold device pages at once", "requests", 1, 65536, ("--max-num-seqs",))] = 64
     max_context: Annotated[
         int | None, Setting("longest prompt + output; the model's own if not given", "tokens", 1, 1 << 30, ("--max-model-len",))

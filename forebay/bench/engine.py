@@ -25,6 +25,7 @@ from forebay.core.sampling import SamplingParams
 from forebay.frontend.llm import LLM
 from forebay.models.config import ModelConfig, load_config
 from forebay.models.resolve import ResolvedModel, resolve_model
+from forebay.runtime.launch import threads_per_rank
 from forebay.settings import DType, Settings
 
 COLD_TOKENS = (512, 2048, 4096)
@@ -130,7 +131,7 @@ def _context(config: ModelConfig, settings: Settings, peer: Peer | None) -> int:
 
 
 def _threads(settings: Settings) -> int:
-    return settings.pp * settings.tp * (settings.threads_per_rank or 1)
+    return settings.pp * settings.tp * threads_per_rank(settings)
 
 
 def _dtype(config: ModelConfig, settings: Settings) -> str:

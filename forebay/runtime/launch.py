@@ -99,7 +99,7 @@ def _boot(model: ResolvedModel, settings: Settings) -> PlannerBoot:
         dtype=dtype,
         kv_dtype=dtype if settings.kv_dtype is KvDType.AUTO else settings.kv_dtype.value,
         max_context=_max_context(config, settings),
-        threads=settings.threads_per_rank or max(len(os.sched_getaffinity(0)) // ranks, 1),
+        threads=threads_per_rank(settings),
         device_memory=device_memory,
         host_memory=host_memory,
         settings=settings,
@@ -108,6 +108,11 @@ def _boot(model: ResolvedModel, settings: Settings) -> PlannerBoot:
         parent_pid=os.getpid(),
         flight_dir=str(settings.timeline or cache_dir() / FLIGHT_DIRECTORY),
     )
+
+
+def threads_per_rank(settings: Settings) -> int:
+    """Compute threads of each rank: as asked, else the cores shared out."""
+    return settings.threads_per_rank or max(len(os.sched_getaffinity(0)) // (settings.pp * settings.tp), 1)
 
 
 def _max_context(config: ModelConfig, settings: Settings) -> int:

@@ -42,13 +42,15 @@ from forebay.runtime.ranks import END_S, Endpoints, Ranks
 from forebay.runtime.store_access import StoreDesk, StoreView
 from forebay.runtime.store_flush import StoreFlushes
 from forebay.runtime.telemetry import Telemetry
-from forebay.settings import FetchRoute, HostMode, Schedule
+from forebay.settings import FetchRoute, HostMode, Schedule, Settings
 from forebay.store.backends.open import StoreURLError
 from forebay.store.breaker import State
 
 SNAPSHOT_S = 0.25
 NEVER_TOKENS = 1 << 62  # no prefix is that long: pages are stored and never fetched
 TICK_S = 0.1
+# Prefill tokens of a plan: one stage is fastest with large products; several wait less for each other with small ones (docs/LOG.md).
+CHUNK_SIZE, CHUNK_SIZE_OF_STAGES = 512, 256
 SAVE_S = 6.0
 # Longer between two turns than this: the process was stopped, or the machine slept.
 STANDSTILL_S = 1.0
@@ -351,7 +353,7 @@ def planner_config(boot: PlannerBoot) -> PlannerConfig:
         pp=settings.pp,
         tp=settings.tp,
         page_size=settings.page_size,
-        chunk_size=settings.chunk_size,
+        chunk_size=chunk_size(settings),
         max_context=boot.max_context,
         max_running=settings.max_running,
         max_waiting=settings.max_waiting,
@@ -365,6 +367,11 @@ def planner_config(boot: PlannerBoot) -> PlannerConfig:
         staged=settings.fetch_route is FetchRoute.STAGED,
         staging=settings.host_mode is HostMode.STAGING,
     )
+
+
+def chunk_size(settings: Settings) -> int:
+    """Prefill tokens that one plan may run: as asked, else what suits so many stages."""
+    return settings.chunk_size or (CHUNK_SIZE if settings.pp == 1 else CHUNK_SIZE_OF_STAGES)
 
 
 def kv_namespace(kv_dtype: str, dtype: str) -> str:

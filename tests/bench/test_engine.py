@@ -1,6 +1,7 @@
 """The engine's bench: the document that INTERFACES promises, and figures that can be; a second engine as the peer."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -34,11 +35,12 @@ def test_the_document_has_a_row_for_each_figure_and_hits_are_cheaper_than_cold()
 
 
 def test_another_forebay_is_measured_in_the_same_rounds(model: Path) -> None:
-    settings = {"device_memory": "8MiB", "host_memory": "8MiB", "store": "none", "threads_per_rank": 1}
+    settings = {"device_memory": "8MiB", "host_memory": "8MiB", "store": "none"}
     peer = Peer("forebay:pp=2", resolve(settings | {"pp": 2}, environment={}))
     result = run(str(model), resolve(settings, environment={}), peer, 2, print, ["cold_ttft/512x1"])
     (row,) = result["rows"]
     assert result["config"]["peer"] == "forebay:pp=2"
+    assert result["config"]["threads"] == len(os.sched_getaffinity(0))
     assert [len(samples) for samples in row["samples"].values()] == [2, 2]
     assert row["ratio"] == row["forebay"] / row["peer"]
 
