@@ -135,7 +135,7 @@ def _reserve(replica: Replica, request: Request) -> list[Node] | None:
     request.nodes = path
     request.table = [node.page for node in path] + own[len(loads) :]
     # The last token is always computed (rule R7), even if its page is cached.
-    request.computed = min(len(path) * replica.config.page_size, request.length - 1)
+    request.cached = request.computed = min(len(path) * replica.config.page_size, request.length - 1)
     return loads
 
 

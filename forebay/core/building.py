@@ -6,22 +6,26 @@
     chunks    the other prefills in order of admission, in whole pages, within one chunk budget
 
 Hits do not ride with chunks, which would keep them in every stage for as long as a chunk takes: they go ahead in a plan of their own,
-which costs the chunks one pass over the weights. Every second plan has its chunks all the same.
+which costs the chunks one pass over the weights. Each prompt bears that once for every begun `OVERTAKE_WORK` of its own, however many
+hits there are: a 32nd of what it takes itself, or one pass. Then hits ride with its chunks.
 
 A chunk may be built while the same prompt's previous chunk is still in flight, since every rank applies plans in order.
 """
 
+import math
 from dataclasses import dataclass, field
 
 from forebay.core.admission import take_back_ready
 from forebay.core.digest import PlanDigest
 from forebay.core.messages import Backup, Copy, Opening, Piece, Plan, Remap
-from forebay.core.pace import work_of
+from forebay.core.pace import PASS_WORK, work_of
 from forebay.core.page_cache import PageCache
 from forebay.core.replica import InFlight, Replica
 from forebay.core.request import Request, RequestState, Twin
 from forebay.core.transfers import WRITE_BACK_FREE_SHARE, WritePolicy
 from forebay.core.tree import NONE, Tier
+
+OVERTAKE_WORK = 32 * PASS_WORK
 
 
 @dataclass(slots=True)
@@ -90,9 +94,10 @@ def _add_prefills(replica: Replica, draft: _Draft) -> None:
     chunked = [request for request in prefills if request.remaining > page_size]
     for request in hits:
         _add_piece(replica, draft, request, request.remaining)
-    draft.is_ahead = bool(hits and chunked) and replica.config.hits_ahead and not replica.chunks_wait
-    replica.chunks_wait = draft.is_ahead
-    if draft.is_ahead:
+    if hits and chunked and replica.config.hits_ahead and all(request.overtaken < overtakes_allowed(request) for request in chunked):
+        draft.is_ahead = True
+        for request in chunked:
+            request.overtaken += 1
         return
     budget = replica.config.chunk_tokens
     for request in chunked:
@@ -102,6 +107,11 @@ def _add_prefills(replica: Replica, draft: _Draft) -> None:
         if count:
             _add_piece(replica, draft, request, count)
             budget -= count
+
+
+def overtakes_allowed(request: Request) -> int:
+    """Plans of hits that may go ahead of its chunks from its admission on."""
+    return math.ceil(work_of(request.length - request.cached, request.cached) / OVERTAKE_WORK)
 
 
 def _ensure_page(replica: Replica, request: Request) -> bool:

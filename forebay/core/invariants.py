@@ -15,10 +15,12 @@ I12 a batch to the store, and what a ticket has brought for a waiting request, p
 I13 a load that no plan carries yet pins its node in both tiers
 I14 with staging host pages, something that moves or waits needs each of them, or a page below it
 I15 a waiting request that has not asked the store for what it misses will do so
+I16 plans of hits have gone ahead of no prompt more often than it bears
 """
 
 from collections import Counter
 
+from forebay.core.building import overtakes_allowed
 from forebay.core.page_cache import PageCache
 from forebay.core.pages import Owner, PagePool
 from forebay.core.replica import Replica
@@ -149,6 +151,7 @@ def _check_requests(replica: Replica) -> None:
     for request in replica.running:
         assert request.computed <= len(request.table) * page_size, "I7: computed beyond the table"
         assert request.sent <= len(request.table) and len(request.nodes) <= len(request.table), "I7: table shorter than told"
+        assert request.overtaken <= overtakes_allowed(request), "I16: hits go ahead of a prompt again and again"
         twins = {twin.index for twin in request.twins}
         for index, node in enumerate(request.nodes):
             assert (request.table[index] == node.page) != (index in twins), f"I7: table entry {index} is not its node's page"

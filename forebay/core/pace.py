@@ -2,6 +2,7 @@
 
 SMOOTHING = 0.2
 DEFAULT_S_PER_TOKEN = 0.01
+PASS_WORK = 16  # what a pass over all weights costs, however few tokens there are to run
 
 
 class Pace:
@@ -20,6 +21,6 @@ class Pace:
 def work_of(tokens: int, context: int) -> float:
     """Units of a piece of ``tokens`` after ``context`` tokens: attention makes a token dearer by its context.
 
-    A decode reads all weights for one token, which is why each piece costs at least 16.
+    A decode reads all weights for one token, which is why each piece costs at least `PASS_WORK`.
     """
-    return max(tokens, 16) * (1.0 + context / 4096)
+    return max(tokens, PASS_WORK) * (1.0 + context / 4096)

@@ -99,7 +99,6 @@ class Replica:
     decodes: deque[Request] = field(default_factory=deque)  # their next token may be computed, longest waiting first
     computing: dict[bytes, Request] = field(default_factory=dict)  # full pages that a running request has yet to compute
     in_flight: deque[InFlight] = field(default_factory=deque)
-    chunks_wait: bool = False  # the newest plan was hits' alone, and there were chunks to run
     loads: list[Node] = field(default_factory=list)  # host pages that the next plan brings to the device
     backups: BackupQueue = field(init=False)
     stores: StoreQueue = field(init=False)
@@ -160,7 +159,6 @@ class Replica:
         self.cache = None
         self.in_flight.clear()
         self.decodes.clear()
-        self.chunks_wait = False
         self.loads.clear()
         self.backups.clear()
         self.stores.clear()

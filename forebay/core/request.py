@@ -12,7 +12,8 @@ keeps the request's own page until the plan that wrote it has retired; then the 
 
 ``prefilling``: the piece that yields its next token has not been built yet. A decoding request waits for a token
 (``awaits_token``) or stands in ``Replica.decodes``. ``fetched``: has had its one ticket; ``ready``: host pages that it brought,
-pinned until the request is admitted. ``suspect``: a rank has failed while it ran this request, so it runs alone.
+pinned until the request is admitted. ``cached``: positions that its newest admission found computed; ``overtaken``: plans of hits that
+have gone ahead of its chunks since. ``suspect``: a rank has failed while it ran this request, so it runs alone.
 """
 
 from dataclasses import dataclass
@@ -53,6 +54,7 @@ class Request:
     __slots__ = (
         "arrived_at",
         "awaits_token",
+        "cached",
         "computed",
         "eos",
         "failures",
@@ -64,6 +66,7 @@ class Request:
         "nodes",
         "number",
         "order",
+        "overtaken",
         "packed",
         "page_bytes",
         "params",
@@ -118,7 +121,9 @@ class Request:
         self.nodes: list[Node] = []
         self.twins: list[Twin] = []
         self.remaps: list[tuple[int, int]] = []  # (table index, page) that the workers have not been told yet
+        self.cached = 0
         self.computed = 0
+        self.overtaken = 0
         self.sent = 0
         self.prefilling = True
         self.awaits_token = False

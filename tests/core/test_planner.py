@@ -60,7 +60,7 @@ def test_a_remainder_of_at_most_a_page_goes_ahead_of_chunks_in_a_plan_of_its_own
     check(desk.planner.replica)
 
 
-def test_hits_never_hold_up_chunks_twice_in_a_row(desk: Desk) -> None:
+def test_hits_go_ahead_of_a_short_prompt_once_and_then_ride_with_its_chunks(desk: Desk) -> None:
     desk.run_all(desk.submit("first", PROMPT, max_tokens=1))
     (long,) = desk.submit("long", [50] * 32)
     for number in range(3):
@@ -69,7 +69,34 @@ def test_hits_never_hold_up_chunks_twice_in_a_row(desk: Desk) -> None:
     assert spans(ahead) == [(12, 13)] * 3, "all that are ready go together"
     desk.submit("late hit", [*PROMPT, 70], max_tokens=1)
     assert [spans(plan) for plan in desk.run(ahead)] == [], "a plan with a chunk is in flight, as many as stages"
-    assert [spans(plan) for plan in desk.run(chunk)] == [[(12, 13)], [(16, 24)]]
+    assert [spans(plan) for plan in desk.run(chunk)] == [[(12, 13), (16, 24)]]
+
+
+def test_hits_go_ahead_of_a_long_prompt_once_for_every_begun_512_tokens_that_it_computes() -> None:
+    desk = make_desk(pages=256, chunk_size=64, max_context=1024)
+    desk.run_all(desk.submit("first", PROMPT, max_tokens=1))
+    (chunk,) = desk.submit("long", [*PROMPT, *[50] * 588])
+    rode = []
+    for number in range(4):
+        desk.submit(f"hit {number}", [*PROMPT, 60 + number], max_tokens=1)
+        *ahead, chunk = desk.run(chunk)
+        for plan in ahead:
+            assert spans(plan) == [(12, 13)] and desk.run(plan) == []
+        rode.append(spans(chunk)[:-1])
+    assert rode == [[], [], [(12, 13)], [(12, 13)]], "588 tokens, of which 512 are begun twice; the cached ones do not count"
+
+
+def test_a_prompt_that_has_been_overtaken_often_enough_holds_hits_to_its_chunks_for_all() -> None:
+    desk = make_desk()
+    desk.run_all(desk.submit("first", PROMPT, max_tokens=1))
+    (long,) = desk.submit("long", [50] * 32)
+    desk.submit("hit", [*PROMPT, 60], max_tokens=1)
+    ahead, chunk = desk.run(long)
+    desk.submit("newcomer", [70] * 32)
+    desk.submit("late hit", [*PROMPT, 61], max_tokens=1)
+    desk.run(ahead)
+    (mixed,) = desk.run(chunk)
+    assert spans(mixed) == [(12, 13), (16, 24)], "the newcomer would bear it"
 
 
 def test_plans_that_go_ahead_have_a_limit_too() -> None:
