@@ -5,7 +5,9 @@
     FETCH     the store's memory -> host pages, by the page reader, whole pages
     STORE     host pages -> the store's memory; it has no floor, since it is also checksummed and logged
 
-Pages are at random places of their pools. Fetches have a private store's holder on the other end.
+Pages are at random places of their pools. Fetches have a private store's holder on the other end, and are of pages that were put into
+its memory once and have to be there still: what a fetch leases keeps its memory for seconds, so pages that were new in every round
+would fill the store, and come from its disk. STORE has new pages in every round, which are removed after it.
 """
 
 import ctypes
@@ -36,6 +38,7 @@ from forebay.runtime.store_access import StoreAddress, open_for_rank
 from forebay.settings import DType, KvDType, Settings
 from forebay.store.backend import PutItem, Status
 from forebay.store.backends.embedded import EmbeddedStore
+from forebay.store.wire.messages import Tier
 
 PAGES = 64
 POOL_PAGES = 2 * PAGES
@@ -55,7 +58,8 @@ class Work:
 
 
 class _Rank:
-    """Pools and threads of the first rank, and a store with its pages. ``stored``: as many bytes in ordinary memory."""
+    """Pools and threads of the first rank, and a store. ``part``: of pages that are there to be fetched, ``new_part``: of those that
+    are put into it; ``stored``: what is fetched, in ordinary memory."""
 
     def __init__(self, config: ModelConfig, settings: Settings, directory: Path) -> None:
         dtype = getattr(torch, config.dtype if settings.dtype is DType.AUTO else settings.dtype.value)
@@ -71,8 +75,10 @@ class _Rank:
         own = Layout.of(config, settings.pp, settings.tp)
         manifest = Manifest(self.store, b"bench tiers", own)
         self.part = manifest.name(block.part)
+        self.new_part = Manifest(self.store, b"new pages", own).name(block.part)
         self.reader = PageReader(self.store, self.host, block, own, manifest)
         self.stored = torch.empty((PAGES, block.size), dtype=torch.uint8).fill_(1)
+        self.hashes = [index.to_bytes(32, "little") for index in range(PAGES)]
         self._touch()
 
     def close(self) -> None:
@@ -85,6 +91,22 @@ class _Rank:
         for layer in range(self.device.layers):
             for piece in self.device.pieces(layer) + self.host.pieces(layer):
                 piece.view(torch.uint8).fill_(1)
+
+    def fill(self) -> None:
+        """Put what will be fetched. Raises ``TtftError``."""
+        blocks = zip(self.hashes, self.stored, strict=True)
+        self.put([PutItem(hash + self.part, block.numpy().data) for hash, block in blocks])
+
+    def put(self, items: Sequence[PutItem]) -> None:
+        """Raises ``TtftError``."""
+        if any(status is not Status.OK for status in self.store.put_from(items, TIMEOUT_S)):
+            raise TtftError("the store did not take every page")
+
+    def check_in_memory(self) -> None:
+        """Raises ``TtftError`` if the store has moved some of what is fetched to its disk."""
+        places = self._process.client.tiers([hash + self.part for hash in self.hashes])
+        if any(Tier.MEMORY not in tiers for tiers in places):
+            raise TtftError("the store no longer had every page in memory, so it is not known what the fetches measured")
 
     def pieces(self, copies: Sequence[Copy], to_device: bool) -> Spans:
         found = []
@@ -110,6 +132,7 @@ def measure(config: ModelConfig, settings: Settings, rounds: int, directory: Pat
 def _measure(rank: _Rank, rounds: int, say: Callable[[str], None]) -> list[dict[str, Any]]:
     size = PAGES * rank.host.block_bytes
     rates: dict[str, tuple[list[float], list[float]]] = {}
+    rank.fill()
     for number in range(rounds):
         say(f"copies: round {number + 1} of {rounds}")
         for work in _works(rank, random.Random(f"copies/{number}"), number):
@@ -117,7 +140,8 @@ def _measure(rank: _Rank, rounds: int, say: Callable[[str], None]) -> list[dict[
             own.append(size / _seconds(work.run) / 1e9)
             if work.floor is not None:
                 floor.append(size / _memcpy_s(work.floor) / 1e9)
-        rank.store.clear([rank.part], TIMEOUT_S)  # it holds a few rounds' pages
+        rank.store.clear([rank.new_part], TIMEOUT_S)  # it holds a few rounds' pages
+        rank.check_in_memory()
     return [{"copy": name, "gb_s": own, "memcpy_gb_s": floor, "pages": PAGES} for name, (own, floor) in rates.items()]
 
 
@@ -126,7 +150,7 @@ def _works(rank: _Rank, dice: random.Random, number: int) -> list[Work]:
         return dice.sample(range(POOL_PAGES), PAGES)
 
     copies = tuple(Copy(device, host) for device, host in zip(pages(), pages(), strict=True))
-    keys = [PageKey(host, number.to_bytes(4, "little") + index.to_bytes(28, "little")) for index, host in enumerate(pages())]
+    keys = [PageKey(host, hash) for host, hash in zip(pages(), rank.hashes, strict=True)]
 
     def load() -> None:
         gate = rank.engine.load(Plan(1, number, (), (), (), ZERO, loads=copies))
@@ -139,9 +163,7 @@ def _works(rank: _Rank, dice: random.Random, number: int) -> list[Work]:
         rank.saved.wait(TIMEOUT_S)
 
     def store() -> None:
-        items = [PutItem(key.hash + rank.part, rank.host.block(key.host)) for key in keys]
-        if any(status is not Status.OK for status in rank.store.put_from(items, TIMEOUT_S)):
-            raise TtftError("the store did not take every page")
+        rank.put([PutItem(key.hash + rank.new_part, rank.host.block(key.host)) for key in keys])
 
     def fetch() -> None:
         if rank.reader.read(keys, TIMEOUT_S) != len(keys):
