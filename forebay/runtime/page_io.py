@@ -36,7 +36,9 @@ from forebay.runtime.staged import StagedRoute
 from forebay.store.backend import PutItem, Status
 from forebay.store.backends.guarded import WatchedStore
 
-BATCH_BYTES = 8 << 20
+BATCH_BYTES = 8 << 20  # of one call to the store: the first of a ticket, and those that take longer than `BATCH_S`
+MOST_BATCH_BYTES = 64 << 20
+BATCH_S = 0.02  # of a fetch: how long a cancel, and the word of how far it is, may have to wait
 FETCH_TIMEOUT_S = 4.0  # of one batch: a request may wait for it, once
 STAGED_QUERY_S = 0.1
 STORE_TIMEOUT_S = 6.0
@@ -70,6 +72,7 @@ class PageIo:
         self._meter = meter
         self._say = say
         self._batch = max(BATCH_BYTES // host.block_bytes, 1)
+        self._most = max(MOST_BATCH_BYTES // host.block_bytes, 1)
         self._cancelled: set[int] = set()
         self._live: set[int] = set()
         self._lock = threading.Lock()
@@ -138,14 +141,17 @@ class PageIo:
         """Read batch after batch, with ``progress`` after each; how many pages came, from the front."""
         began = time.monotonic_ns()
         done = 0
+        size = self._batch
         try:
             pages = wanted()
             while done < len(pages) and not self._is_cancelled(transfer):
-                batch = pages[done : done + self._batch]
+                batch = pages[done : done + size]
+                asked_at = time.monotonic()
                 read = self._reader.read(batch, FETCH_TIMEOUT_S)
                 done += read
                 if read < len(batch):
                     break
+                size = next_batch(read, time.monotonic() - asked_at, self._batch, self._most)
                 progress(done)
         except Exception:  # a store should answer with statuses; whatever it does instead is a miss from here on
             traceback.print_exc()
@@ -177,6 +183,12 @@ class PageIo:
     def _is_cancelled(self, transfer: int) -> bool:
         with self._lock:
             return transfer in self._cancelled
+
+
+def next_batch(pages: int, seconds: float, least: int, most: int) -> int:
+    """Pages that take about `BATCH_S` when the batch before, of ``pages``, took ``seconds``: each call costs a question to the store's
+    master, and a slow store's progress is told often."""
+    return min(max(int(pages * BATCH_S / max(seconds, 1e-9)), least), most)
 
 
 def _batches(pages: Sequence[PageKey], size: int) -> Iterator[Sequence[PageKey]]:

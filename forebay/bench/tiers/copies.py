@@ -2,7 +2,7 @@
 
     LOAD      host pages -> device pages, by the copy engine: layer by layer, keys then values, page by page
     BACKUP    device pages -> host pages, by the copy engine
-    FETCH     the store's memory -> host pages, by the page reader, whole pages
+    FETCH     the store's memory -> host pages, whole pages, by a ticket: from its arrival to the final word
     STORE     host pages -> the store's memory; it has no floor, since it is also checksummed and logged
 
 Pages are at random places of their pools. Fetches have a private store's holder on the other end, and are of pages that were put into
@@ -23,7 +23,7 @@ import torch
 
 from forebay.bench.ttft.plan import TtftError
 from forebay.core.digest import ZERO
-from forebay.core.messages import Backup, Copy, PageKey, Plan
+from forebay.core.messages import Backup, Copy, FetchProgress, FromWorker, PageKey, Plan, Ticket
 from forebay.models.config import ModelConfig
 from forebay.models.kv import KVPool
 from forebay.models.kv_format import kv_format
@@ -33,6 +33,7 @@ from forebay.observe.figures import Meter
 from forebay.runtime.copy_engine import CopyEngine
 from forebay.runtime.host_pool import HostPool
 from forebay.runtime.layouts import Layout, Manifest
+from forebay.runtime.page_io import PageIo
 from forebay.runtime.page_reader import PageReader
 from forebay.runtime.store_access import StoreAddress, open_for_rank
 from forebay.settings import DType, KvDType, Settings
@@ -76,15 +77,23 @@ class _Rank:
         manifest = Manifest(self.store, b"bench tiers", own)
         self.part = manifest.name(block.part)
         self.new_part = Manifest(self.store, b"new pages", own).name(block.part)
-        self.reader = PageReader(self.store, self.host, block, own, manifest)
+        reader = PageReader(self.store, self.host, block, own, manifest)
+        self.io = PageIo(self.store, reader, self.host, self.part, 1, 0, True, SpanRing("bench"), Meter(), self._heard)
+        self.fetched = threading.Event()
+        self.came = 0
         self.stored = torch.empty((PAGES, block.size), dtype=torch.uint8).fill_(1)
         self.hashes = [index.to_bytes(32, "little") for index in range(PAGES)]
         self._touch()
 
     def close(self) -> None:
         self.engine.stop()
-        self.store.close()
+        self.io.stop()
         self._process.close()
+
+    def _heard(self, word: FromWorker) -> None:
+        if isinstance(word, FetchProgress) and word.final:
+            self.came = word.pages
+            self.fetched.set()
 
     def _touch(self) -> None:
         """Every page is there before anything is measured."""
@@ -166,7 +175,9 @@ def _works(rank: _Rank, dice: random.Random, number: int) -> list[Work]:
         rank.put([PutItem(key.hash + rank.new_part, rank.host.block(key.host)) for key in keys])
 
     def fetch() -> None:
-        if rank.reader.read(keys, TIMEOUT_S) != len(keys):
+        rank.fetched.clear()
+        rank.io.take(Ticket(1, number, tuple(keys)))
+        if not rank.fetched.wait(TIMEOUT_S) or rank.came != len(keys):
             raise TtftError("the store did not give every page back")
 
     blocks = torch.frombuffer(rank.host.block(0), dtype=torch.uint8).data_ptr()
