@@ -252,7 +252,6 @@ def _digest(replica: Replica, draft: _Draft) -> bytes:
     digest = PlanDigest(replica.digest, draft.number)
     for remap in draft.remaps:
         digest.remap(remap.slot, remap.index, remap.page)
-    lengths = {request.slot: request.sent for request in replica.running}
-    for piece in draft.pieces:
-        digest.piece(piece.slot, piece.start, piece.tokens, piece.pages, lengths[piece.slot], piece.write_from, piece.sample)
+    for piece, request in zip(draft.pieces, draft.requests, strict=True):  # a request has one piece in a plan at most
+        digest.piece(piece.slot, piece.start, piece.tokens, piece.pages, request.sent, piece.write_from, piece.sample)
     return digest.value

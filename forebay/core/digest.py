@@ -14,7 +14,7 @@ from collections.abc import Sequence
 DIGEST_BYTES = 8
 ZERO = bytes(DIGEST_BYTES)
 
-_PIECE = struct.Struct("<IIIIB")
+_PIECE = struct.Struct("<cIIIIB")
 _REMAP = struct.Struct("<III")
 _NUMBER = struct.Struct("<Q")
 _PAGE = struct.Struct("<I")
@@ -35,7 +35,7 @@ class PlanDigest:
     ) -> None:
         """``appended``: the last entries of the slot's table, those that this piece added; ``table_length`` counts all."""
         pages = b"".join(map(_PAGE.pack, appended)) if appended else b""
-        self._hash.update(b"p" + _PIECE.pack(slot, start, table_length, write_from, sample) + pages + tokens)
+        self._hash.update(_PIECE.pack(b"p", slot, start, table_length, write_from, sample) + pages + tokens)
 
     @property
     def value(self) -> bytes:

@@ -29,7 +29,7 @@ from forebay.store.wire.messages import (
 )
 
 TENANT = "default"
-HEARD = (Promote, Prefetchable, Allocated)  # the rest of a master's words is about bytes
+HEARD = frozenset({Promote, Prefetchable, Allocated})  # the rest of a master's words is about bytes
 
 
 class Holder:
@@ -69,10 +69,11 @@ class Holder:
 
     def written(self, key: bytes, generation: int, length: int) -> None:
         """A put's bytes are in DRAM: they go to the log as soon as that gets to them."""
+        if not self.log.capacity:
+            return
         record = Record(key, generation, length)
         if self.log.capacity < record.size:
-            if self.log.capacity:
-                self._tell(Dropped([_held(record)]))  # it never will be there
+            self._tell(Dropped([_held(record)]))  # it never will be there
             return
         self._heap.at(self.ssd_write.move(self._heap.now, record.size), lambda: self._logged(record))
 

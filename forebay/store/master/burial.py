@@ -45,6 +45,10 @@ class Digger:
         state = self._state
         if state.burials and self._gone:
             self._overtake()
+        if not self._by_holder and not self._for_unheard and not delivers:
+            if call is not None:
+                state.send(session, Codes(call, codes))
+            return
         delivered = [grave for graves in self._by_holder.values() for grave in graves] if delivers else []
         burial = Burial(session, call, codes, {}, delivers, delivered)
         burial.places |= {(grave.tenant, grave.key) for graves in self._by_holder.values() for grave in graves}

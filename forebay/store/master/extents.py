@@ -40,7 +40,10 @@ class Extents:
         if place == len(self._sizes):
             return None
         start = next(iter(self._by_size[self._sizes[place]]))
-        self._cut(start, start, start + size)
+        found = self._remove(start)
+        if found > size:
+            self._add(start + size, found - size)
+        self.free_bytes -= size
         return start
 
     def reserve(self, start: int, size: int) -> bool:

@@ -150,7 +150,7 @@ def _allot(state: State, now: float, holder: Holder, task: Task | None) -> Allot
         fail(state, task)
         return Allotment(PrefetchCode.KEYS_ULTRA_LIMIT)
     room = space.allocate_prefetch if task.trigger is Trigger.PREFETCH else space.allocate
-    offset = room(state, now, holder, object.length)
+    offset = room(state, now, holder, footprint(object.length, HEADER_BYTES))
     if offset is None:
         fail(state, task)
         return Allotment(PrefetchCode.NO_AVAILABLE_HANDLE)

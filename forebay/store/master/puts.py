@@ -7,6 +7,7 @@ waits (``put_wait_s`` at most) only while all of its keys do. So batches cannot 
 
 import hashlib
 import struct
+from dataclasses import dataclass
 
 from forebay.store.backend import Status
 from forebay.store.master import space
@@ -41,12 +42,13 @@ from forebay.store.wire.messages import (
 MAX_OBJECT_BYTES = 1 << 40
 TOKEN_BYTES = 8
 MAX_RETRIES_A_STEP = 256
-_PLACE = struct.Struct("<QQQ")
+_PLACE = struct.Struct("<QQQI")
 
 
 def room_token(token_key: bytes, tenant: str, key: bytes, generation: int, offset: int, length: int) -> bytes:
     """Proves to a holder that its master gave this room to this tenant for this key."""
-    signed = _PLACE.pack(generation, offset, length) + struct.pack("<I", len(tenant.encode())) + tenant.encode() + key
+    name = tenant.encode()
+    signed = _PLACE.pack(generation, offset, length, len(name)) + name + key
     return hashlib.blake2b(signed, key=token_key, digest_size=TOKEN_BYTES).digest()
 
 
@@ -63,14 +65,12 @@ def start(state: State, now: float, session: int, message: PutStart) -> None:
 
 def try_answer(state: State, now: float, request: Waiting, *, final: bool) -> bool:
     """Grant what can be granted; True if an answer was sent. ``final``: no more waiting, AGAIN becomes an error."""
-    owner = state.sessions[request.session]
-    grants = [
-        _grant(state, now, request.session, owner, key, length) for key, length in zip(request.keys, request.lengths, strict=True)
-    ]
+    writer = _writer(state, request.session)
+    grants = [_grant(state, now, writer, key, length) for key, length in zip(request.keys, request.lengths, strict=True)]
     if not final and grants and all(grant.code == AGAIN for grant in grants):
         return False
     if final:
-        refusal = Grant(Status.NO_SPACE if state.usable_holders() else Status.UNAVAILABLE)
+        refusal = Grant(Status.NO_SPACE if writer.holders else Status.UNAVAILABLE)
         grants = [refusal if grant.code == AGAIN else grant for grant in grants]
         state.count("puts_refused", sum(grant is refusal for grant in grants))
     state.send(request.session, Granted(request.call, grants))
@@ -150,8 +150,23 @@ def unlist(state: State, now: float, object: Object) -> None:
         del object.tenant.objects[object.key]
 
 
-def _grant(state: State, now: float, session: int, owner: Session, key: bytes, length: int) -> Grant:
-    tenant = owner.tenant
+@dataclass(frozen=True, slots=True)
+class _Writer:
+    """Who asks for room, and who may give it: nothing that is granted changes which holders can be used."""
+
+    session: int
+    owner: Session
+    holders: list[Holder]
+    largest: int  # bytes of the largest segment
+
+
+def _writer(state: State, session: int) -> _Writer:
+    holders = state.usable_holders()
+    return _Writer(session, state.sessions[session], holders, max((holder.extents.capacity for holder in holders), default=0))
+
+
+def _grant(state: State, now: float, writer: _Writer, key: bytes, length: int) -> Grant:
+    tenant, holders = writer.owner.tenant, writer.holders
     if not 0 < len(key) <= MAX_KEY_BYTES or not 0 < length <= MAX_OBJECT_BYTES:
         return Grant(Status.INVALID)
     known = tenant.objects.get(key)
@@ -159,48 +174,40 @@ def _grant(state: State, now: float, session: int, owner: Session, key: bytes, l
         return Grant(Status.EXISTS)
     if key in tenant.pending:
         return Grant(AGAIN)
-    holders = state.usable_holders()
     if not holders:
         return Grant(AGAIN)
     need = footprint(length, HEADER_BYTES)
-    if all(need > holder.extents.capacity for holder in holders):
+    if need > writer.largest:
         return Grant(Status.NO_SPACE)
-    if not _within_quota(state, now, tenant, need * min(state.config.replicas, len(holders))):
+    if tenant.quota is not None and not _within_quota(state, now, tenant, need * min(state.config.replicas, len(holders))):
         return Grant(Status.QUOTA_EXCEEDED)
-    return _open(state, now, session, owner, key, length, holders)
+    places = _choose(state, now, need, holders)
+    return _open(state, writer, key, length, places) if places else Grant(AGAIN)
 
 
-def _open(state: State, now: float, session: int, owner: Session, key: bytes, length: int, holders: list[Holder]) -> Grant:
-    tenant = owner.tenant
-    places = _choose(state, now, length, holders)
-    if not places:
-        return Grant(AGAIN)
-    object = Object(tenant, key, state.new_generation(), length)
-    rooms = []
+def _open(state: State, writer: _Writer, key: bytes, length: int, places: list[tuple[Holder, int]]) -> Grant:
+    tenant, generation = writer.owner.tenant, state.new_generation()
+    object = Object(tenant, key, generation, length)
+    rooms, replicas = [], []
     for holder, offset in places:
-        replica = MemoryReplica(object, holder, offset, object.generation)
+        replica = MemoryReplica(object, holder, offset, generation)
         move(replica, Cause.ALLOCATE)
         space.take_note(replica)
         holder.in_flight_bytes += replica.size
-        object.memory = (*object.memory, replica)
-        token = room_token(holder.token_key, tenant.name, key, object.generation, offset, length)
-        rooms.append(Room(holder.number, offset, token))
-    put = Put(object, session)
+        replicas.append(replica)
+        rooms.append(Room(holder.number, offset, room_token(holder.token_key, tenant.name, key, generation, offset, length)))
+    object.memory = tuple(replicas)
+    put = Put(object, writer.session)
     tenant.pending[key] = put
-    owner.puts[key, object.generation] = put
-    return Grant(Status.OK, object.generation, tuple(rooms))
+    writer.owner.puts[key, generation] = put
+    return Grant(Status.OK, generation, tuple(rooms))
 
 
-def _choose(state: State, now: float, length: int, holders: list[Holder]) -> list[tuple[Holder, int]]:
-    """Room at up to ``replicas`` holders. Those with least on its way go first, in turn, so that a new empty holder does not
-    draw every write (FIELD_REPORTS R8)."""
-    state.turn += 1
-    turned = holders[state.turn % len(holders) :] + holders[: state.turn % len(holders)]
-    high = state.config.high_watermark
-    turned.sort(key=lambda holder: (holder.used > high * holder.extents.capacity, holder.in_flight_bytes // (64 << 20)))
+def _choose(state: State, now: float, need: int, holders: list[Holder]) -> list[tuple[Holder, int]]:
+    """Room at up to ``replicas`` holders."""
     places: list[tuple[Holder, int]] = []
-    for holder in turned:
-        offset = space.allocate(state, now, holder, length)
+    for holder in _in_turn(state, holders):
+        offset = space.allocate(state, now, holder, need)
         if offset is not None:
             places.append((holder, offset))
             if len(places) == state.config.replicas:
@@ -208,17 +215,28 @@ def _choose(state: State, now: float, length: int, holders: list[Holder]) -> lis
     return places
 
 
+def _in_turn(state: State, holders: list[Holder]) -> list[Holder]:
+    """Those that need not evict go first, of them those with least on its way, and then in turn, so that a new empty holder does not
+    draw every write (FIELD_REPORTS R8)."""
+    state.turn += 1
+    if len(holders) == 1:
+        return holders
+    first, high = state.turn % len(holders), state.config.high_watermark
+    turned = holders[first:] + holders[:first]
+    turned.sort(key=lambda holder: (holder.used > high * holder.extents.capacity, holder.in_flight_bytes // (64 << 20)))
+    return turned
+
+
 def _within_quota(state: State, now: float, tenant: Tenant, need: int) -> bool:
-    if tenant.quota is None:
-        return True
+    assert tenant.quota is not None
     excess = tenant.memory_bytes + need - tenant.quota
     return excess <= 0 or space.evict_tenant(state, now, tenant.name, excess) >= excess
 
 
 def _commit(state: State, now: float, put: Put, written: tuple[int, ...], digger: Digger) -> Status:
     object, tenant = put.object, put.object.tenant
-    good = tuple(replica for replica in object.memory if not written or replica.holder.number in written)
-    if not any(replica.holder.usable for replica in good):
+    good = tuple([replica for replica in object.memory if replica.holder.number in written]) if written else object.memory
+    if not any([replica.holder.usable for replica in good]):
         discard(state, put)
         return Status.UNAVAILABLE
     for replica in object.memory:

@@ -56,12 +56,13 @@ class Kind(IntEnum):
 class MemoryReplica:
     """One copy in a holder's segment, at ``offset``; its header carries ``stamp``. In ``lane`` exactly while COMPLETE."""
 
-    __slots__ = ("after", "before", "holder", "lane", "object", "offset", "round", "stamp", "state", "tick")
+    __slots__ = ("after", "before", "holder", "lane", "object", "offset", "round", "size", "stamp", "state", "tick")
 
     def __init__(self, object: "Object", holder: "Holder", offset: int, stamp: int) -> None:
         self.object = object
         self.holder = holder
         self.offset = offset
+        self.size = footprint(object.length, HEADER_BYTES)
         self.stamp = stamp
         self.state = ReplicaState.NONE
         self.round = holder.round
@@ -69,10 +70,6 @@ class MemoryReplica:
         self.lane: Lane | None = None
         self.before: MemoryReplica | None = None
         self.after: MemoryReplica | None = None
-
-    @property
-    def size(self) -> int:
-        return footprint(self.object.length, HEADER_BYTES)
 
 
 class SsdReplica:
@@ -161,15 +158,16 @@ class Lane:
 class Lanes:
     """One tenant's lanes at one holder."""
 
-    __slots__ = ("durable", "prefetched", "volatile")
+    __slots__ = ("_of", "durable", "prefetched", "volatile")
 
     def __init__(self) -> None:
         self.volatile = Lane(Kind.VOLATILE)
         self.durable = Lane(Kind.DURABLE)
         self.prefetched = Lane(Kind.PREFETCHED)
+        self._of = (self.volatile, self.durable, self.prefetched)
 
     def of(self, kind: Kind) -> Lane:
-        return (self.volatile, self.durable, self.prefetched)[kind]
+        return self._of[kind]
 
 
 class Holder:

@@ -8,31 +8,31 @@ last lease has ended.
 
 from collections.abc import Iterator
 
-from forebay.store.master.extents import footprint
-from forebay.store.master.records import HEADER_BYTES, Holder, Kind, Lane, MemoryReplica, Object, State
+from forebay.store.master.records import Holder, Kind, Lane, MemoryReplica, Object, State
 from forebay.store.master.transitions import Cause, ReplicaState, move
 from forebay.store.wire.messages import Retire
 
 MAX_PASSED_OVER = 256  # leased objects skipped per lane and eviction before it is called full
+EVICTED = (Kind.PREFETCHED, Kind.DURABLE)
+EVICTED_WITHOUT_LOG = (*EVICTED, Kind.VOLATILE)
 
 
-def allocate(state: State, now: float, holder: Holder, length: int) -> int | None:
-    """The offset of room for ``length`` bytes, evicting as far as the watermarks say; None if there is none now."""
-    need = footprint(length, HEADER_BYTES)
-    capacity = holder.extents.capacity
+def allocate(state: State, now: float, holder: Holder, need: int) -> int | None:
+    """The offset of room for a `footprint` of ``need`` bytes, evicting as far as the watermarks say; None if there is none now."""
+    extents, config = holder.extents, state.config
+    capacity = extents.capacity
     if need > capacity:
         return None
-    if holder.used + need > state.config.high_watermark * capacity:
-        _evict_to(state, now, holder, int(state.config.low_watermark * capacity) - need)
-    offset = holder.extents.take(need)
+    if capacity - extents.free_bytes + need > config.high_watermark * capacity:
+        _evict_to(state, now, holder, int(config.low_watermark * capacity) - need)
+    offset = extents.take(need)
     while offset is None and _evict_one(state, now, holder):
-        offset = holder.extents.take(need)
+        offset = extents.take(need)
     return offset
 
 
-def allocate_prefetch(state: State, now: float, holder: Holder, length: int) -> int | None:
+def allocate_prefetch(state: State, now: float, holder: Holder, need: int) -> int | None:
     """Room for a prefetched object: within its share like any put, beyond it only in place of its own unleased kind."""
-    need = footprint(length, HEADER_BYTES)
     share = int(state.config.prefetch_share * holder.extents.capacity)
     if need > share:
         return None
@@ -41,7 +41,7 @@ def allocate_prefetch(state: State, now: float, holder: Holder, length: int) -> 
         if victim is None:
             return None
         evict(state, victim)
-    return allocate(state, now, holder, length)
+    return allocate(state, now, holder, need)
 
 
 def evict(state: State, replica: MemoryReplica) -> None:
@@ -59,7 +59,7 @@ def evict(state: State, replica: MemoryReplica) -> None:
 def drop_memory(state: State, replica: MemoryReplica, lease_until: float, now: float) -> None:
     """Take a COMPLETE replica from its object, and free its range now or when ``lease_until`` has passed."""
     object, holder = replica.object, replica.holder
-    object.memory = tuple(other for other in object.memory if other is not replica)
+    object.memory = tuple([other for other in object.memory if other is not replica])
     assert replica.lane is not None
     replica.lane.remove(replica)
     if lease_until > now:
@@ -137,7 +137,7 @@ def evict_tenant(state: State, now: float, tenant_name: str, excess: int) -> int
             replica
             for holder in state.usable_holders()
             if tenant_name in holder.lanes
-            for kind in (Kind.PREFETCHED, Kind.DURABLE)
+            for kind in EVICTED
             if (replica := _first_evictable(now, holder.lanes[tenant_name].of(kind))) is not None
         ]
         if not heads:
@@ -154,8 +154,7 @@ def _evict_to(state: State, now: float, holder: Holder, target: int) -> None:
 
 
 def _evict_one(state: State, now: float, holder: Holder) -> bool:
-    kinds = [Kind.PREFETCHED, Kind.DURABLE] + ([] if holder.ssd_ok else [Kind.VOLATILE])
-    for kind in kinds:
+    for kind in EVICTED if holder.ssd_ok else EVICTED_WITHOUT_LOG:
         victim = _oldest(now, holder, kind)
         if victim is not None:
             evict(state, victim)
@@ -175,13 +174,15 @@ def _oldest(now: float, holder: Holder, kind: Kind) -> MemoryReplica | None:
 
 
 def _first_evictable(now: float, lane: Lane) -> MemoryReplica | None:
-    for passed, replica in enumerate(lane):
-        if passed > MAX_PASSED_OVER:
+    replica = lane.head
+    for _ in range(MAX_PASSED_OVER + 1):
+        if replica is None:
             return None
         object = replica.object
         expendable = lane.kind is Kind.VOLATILE or not object.ssd or object.durable()  # not while its log is away
-        if object.lease_until <= now and expendable:
+        if expendable and object.lease_until <= now:
             return replica
+        replica = replica.after
     return None
 
 
