@@ -6,6 +6,7 @@ import msgspec
 
 from forebay.store.master.invariants import check
 from forebay.store.master.machine import Connected, Disconnected, Event, FromClient, FromHolder, Master, Ticked
+from forebay.store.master.puts import room_token
 from forebay.store.master.records import Close, MasterConfig, Send
 from forebay.store.wire.messages import (
     Allocated,
@@ -45,6 +46,7 @@ class FakeHolder:
     acks: bool = True
     session: int = 0
     number: int = 0
+    token_key: bytes = b""
     serving: bool = False
     memory: dict[int, HeldMemory] = field(default_factory=dict)  # by offset
     ssd: dict[tuple[str, bytes, int], HeldSsd] = field(default_factory=dict)
@@ -57,6 +59,10 @@ class FakeHolder:
     def restarted(self) -> None:
         """As after kill -9: memory gone, log kept."""
         self.memory, self.serving, self.instance = {}, False, self.instance + "a"
+
+    def token(self, tenant: str, key: bytes, generation: int, offset: int, length: int) -> bytes:
+        """Of rooms that were given since it registered last."""
+        return room_token(self.token_key, tenant, key, generation, offset, length)
 
     def highest(self) -> int:
         seen = [entry.generation for entry in self.ssd.values()] + [entry.stamp for entry in self.memory.values()]
@@ -149,7 +155,7 @@ class World:
         grant = granted.grants[index]
         for room in grant.rooms:
             for holder in list(self.holders.values()):
-                if holder.number == room.holder:
+                if holder.number == room.holder and room.token == holder.token(tenant, key, grant.generation, room.offset, length):
                     holder.memory[room.offset] = HeldMemory(tenant, key, grant.generation, length, room.offset, grant.generation)
                     if persist:
                         self.persist(holder, tenant, key, grant.generation, length)
@@ -186,8 +192,8 @@ class World:
             self.inbox.setdefault(effect.session, []).append(effect.message)  # type: ignore[arg-type]
             return
         match effect.message:
-            case Registered(number):
-                holder.number = number
+            case Registered(number, _, token_key):
+                holder.number, holder.token_key = number, token_key
                 entries = Inventory(
                     0,
                     list(holder.memory.values()),

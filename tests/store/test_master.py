@@ -758,3 +758,67 @@ def test_stats_add_up() -> None:
     assert isinstance(stats, StoreStats)
     assert (stats.objects, stats.memory_used, stats.holders_usable) == (3, 3 * (PAGE + 64), 1)
     assert stats.counters["put"] == 3 and stats.tenants["default"] == stats.memory_used
+
+
+def returned(world: World, holder: FakeHolder) -> None:
+    """kill -9 of a holder, and it is back with its log."""
+    world.lose(holder.session)
+    holder.restarted()
+    world.holder(holder)
+
+
+def logged_by_two(world: World) -> tuple[list[FakeHolder], int, int]:
+    """A put of which both holders have logged the bytes, and that has not ended."""
+    holders = [world.holder(FakeHolder(name)) for name in ("h0", "h1")]
+    client = world.client()
+    granted = world.call(client, PutStart(1, [b"k"], [PAGE]))
+    assert isinstance(granted, Granted)
+    return holders, client, world.write(granted, 0, "default", b"k", PAGE)
+
+
+def test_what_a_holder_logged_of_a_put_before_it_was_killed_goes_with_a_removal() -> None:
+    world = World(quiet(replicas=2))
+    holders, client, generation = logged_by_two(world)
+    returned(world, holders[1])
+    assert world.call(client, PutEnd(2, [b"k"], [generation], [()])) == Codes(2, bytes([OK]))
+    assert world.call(client, Remove(3, [b"k"])) == Codes(3, bytes([OK]))
+    assert not holders[0].ssd and not holders[1].ssd
+    world.restart_master()
+    for holder in holders:
+        world.holder(holder)
+    assert exists(world, world.client(), b"k") == [NOT_FOUND]
+
+
+@pytest.mark.parametrize("ending", ["end", "revoke", "lost"])
+def test_what_killed_holders_logged_of_a_put_that_came_to_nothing_is_buried(ending: str) -> None:
+    world = World(quiet(replicas=2))
+    holders, client, generation = logged_by_two(world)
+    for holder in holders:
+        returned(world, holder)
+    if ending == "end":
+        assert world.call(client, PutEnd(2, [b"k"], [generation], [()])) == Codes(2, bytes([UNAVAILABLE]))
+    elif ending == "revoke":
+        world.call(client, PutRevoke(2, [b"k"], [generation]))
+    else:
+        world.lose(client)
+    assert not holders[0].ssd and not holders[1].ssd
+
+
+def test_what_a_writer_did_not_write_is_buried_at_a_holder_that_was_killed_since() -> None:
+    world = World(quiet(replicas=2))
+    holders, client, generation = logged_by_two(world)
+    returned(world, holders[1])
+    world.call(client, PutEnd(2, [b"k"], [generation], [(holders[0].number,)]))
+    assert holders[0].ssd and not holders[1].ssd
+
+
+def test_a_log_that_came_back_without_a_record_is_not_believed_to_have_it() -> None:
+    world = World(quiet(replicas=2))
+    holders, client, generation = logged_by_two(world)
+    world.lose(holders[1].session)
+    holders[1].restarted()
+    holders[1].ssd.clear()  # its file was torn
+    world.holder(holders[1])
+    world.call(client, PutEnd(2, [b"k"], [generation], [()]))
+    known = world.master.state.tenants["default"].objects[b"k"]
+    assert [copy.holder.number for copy in known.ssd] == [holders[0].number]

@@ -22,15 +22,14 @@ class Digger:
         self._by_holder: dict[int, list[Grave]] = {}
         self._for_unheard: list[Grave] = []
 
-    def bury(self, object: Object, *, exact: bool = False) -> None:
+    def bury(self, object: Object) -> None:
         """Every holder that knows ``object`` must forget it. Call before its replicas are dropped."""
         holders = {replica.holder.number: replica.holder for replica in object.memory}
         holders |= {replica.holder.number: replica.holder for replica in object.ssd}
         for holder in holders.values():
-            self.bury_at(holder, Grave(object.tenant.name, object.key, object.generation, exact))
-        if not exact:
-            self._gone[object.tenant.name, object.key] = (object.generation, True)
-        if not exact and self._state.unheard:
+            self.bury_at(holder, Grave(object.tenant.name, object.key, object.generation))
+        self._gone[object.tenant.name, object.key] = (object.generation, True)
+        if self._state.unheard:
             self._for_unheard.append(Grave(object.tenant.name, object.key, object.generation))
 
     def supersede(self, object: Object) -> None:

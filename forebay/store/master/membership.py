@@ -53,6 +53,9 @@ def register(state: State, now: float, session: int, message: Register, token_ke
     state.sessions[session].holder = holder
     if not same_memory:
         _forget_memory(state, holder)
+    for tenant in state.tenants.values():
+        for put in tenant.pending.values():
+            put.persisted = [other for other in put.persisted if other is not holder]  # its inventory says what it has
     state.next_generation = max(state.next_generation, message.highest_generation + 1)
     state.unheard |= {name: None for name in message.peers if name not in state.by_name}
     for other in state.holders.values():

@@ -113,7 +113,7 @@ def writer_lost(state: State, owner: Session) -> None:
 def discard(state: State, put: Put) -> None:
     """Take back the room of a put that will not end, and whatever of it reached a log."""
     digger = Digger(state)
-    digger.bury(put.object, exact=True)
+    _bury_put(put, [*_receivers(put)], digger)
     for replica in put.object.memory:
         drop_unwritten(state, replica)
     put.object.memory = ()
@@ -227,6 +227,17 @@ def _in_turn(state: State, holders: list[Holder]) -> list[Holder]:
     return turned
 
 
+def _receivers(put: Put) -> dict[Holder, None]:
+    """Who may have something of it. One that lost its memory meanwhile may have logged it before."""
+    return dict.fromkeys([replica.holder for replica in put.object.memory] + put.persisted)
+
+
+def _bury_put(put: Put, holders: list[Holder], digger: Digger) -> None:
+    object = put.object
+    for holder in holders:
+        digger.bury_at(holder, Grave(object.tenant.name, object.key, object.generation, True))
+
+
 def _within_quota(state: State, now: float, tenant: Tenant, need: int) -> bool:
     assert tenant.quota is not None
     excess = tenant.memory_bytes + need - tenant.quota
@@ -239,10 +250,11 @@ def _commit(state: State, now: float, put: Put, written: tuple[int, ...], digger
     if not any([replica.holder.usable for replica in good]):
         discard(state, put)
         return Status.UNAVAILABLE
-    for replica in object.memory:
-        if replica not in good:
-            digger.bury_at(replica.holder, Grave(tenant.name, object.key, object.generation, True))
-            drop_unwritten(state, replica)
+    if written:
+        _bury_put(put, [holder for holder in _receivers(put) if holder.number not in written], digger)
+        for replica in object.memory:
+            if replica not in good:
+                drop_unwritten(state, replica)
     object.memory = ()
     del tenant.pending[object.key]
     known = tenant.objects.get(object.key)
@@ -260,7 +272,7 @@ def _commit(state: State, now: float, put: Put, written: tuple[int, ...], digger
     if put.unloggable:
         space.relist(object)
     for holder in put.persisted:
-        if any(replica.holder is holder for replica in good):
+        if not written or holder.number in written:
             install_ssd(state, object, holder)
     state.count("put")
     state.count("put_bytes", object.length)
