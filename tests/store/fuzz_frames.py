@@ -245,6 +245,7 @@ def written(holder: Holder, good: Entry) -> list[bytes]:
     made.append(
         encode(messages.ReadSsd(5, [messages.Cut(b"k", 10, 0, 100)]))
         + encode(messages.CopyOut(6, [messages.Cut(b"k", 10, 0, 100)], [0]))
+        + encode(messages.Touched([(b"k", 10)], 100), optional=True)
     )
     return made
 

@@ -35,6 +35,7 @@ from forebay.store.wire.messages import (
     Slice,
     Spot,
     Tier,
+    Touched,
     Write,
 )
 from forebay.store.wire.tls import client_context
@@ -58,6 +59,7 @@ GOLDEN: list[tuple[Message, str]] = [
         Register("n", "i", "h", 1, "u", "m", 2, 3, 4),
         "010000001900000000000000000000009ba85265676973746572a16ea169a16801a175a16d02030490",
     ),
+    (Touched([(b"k", 9)], 100), "0100000010000000000000000000000093a7546f75636865649192c4016b0964"),
     (Challenge(b"n" * 16), "010000001d000000000000000000000092a94368616c6c656e6765c4106e6e6e6e6e6e6e6e6e6e6e6e6e6e6e6e"),
 ]
 

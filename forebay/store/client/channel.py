@@ -92,15 +92,16 @@ class Channel:
         self._calls += 1
         return self._calls
 
-    def ask(self, message: Message, decode: BodyDecoder[T], deadline: float) -> T:
-        """Send a message without payload and wait for one without payload."""
-        self._send_and_hear(encode(message), deadline)
+    def ask(self, message: Message, decode: BodyDecoder[T], deadline: float, poll_s: float = 0.0) -> T:
+        """Send a message without payload and wait for one without payload. ``poll_s``: keep the core busy for so long, as something
+        else is waited for, too, that should not be late."""
+        self._send_and_hear(encode(message), deadline, poll_s)
         answer, prefix = self.receive(decode, deadline)
         if prefix.payload_bytes:
             raise ChannelError("a payload came where none was due")
         return answer
 
-    def _send_and_hear(self, frame: bytes, deadline: float) -> None:
+    def _send_and_hear(self, frame: bytes, deadline: float, poll_s: float) -> None:
         """Send ``frame``, and receive what comes first if that can be had in the same breath (`native.exchange`)."""
         exchange = native.exchange()
         if exchange is None or self._begin != self._end:
@@ -110,7 +111,7 @@ class Channel:
         self._set_timeout(deadline, send=False)
         self._begin = self._end = 0
         sent = ctypes.c_int64()
-        count = exchange(self._socket.fileno(), frame, len(frame), self._address, _SCRATCH_BYTES, ctypes.byref(sent))
+        count = exchange(self._socket.fileno(), frame, len(frame), self._address, _SCRATCH_BYTES, ctypes.byref(sent), int(poll_s * 1e9))
         if count > 0:
             self._end = count
         elif count == 0:
@@ -246,7 +247,7 @@ class TlsChannel(Channel):
             connected.close()
             raise ChannelError(f"{address}: TLS: {error}") from error
 
-    def _send_and_hear(self, frame: bytes, deadline: float) -> None:
+    def _send_and_hear(self, frame: bytes, deadline: float, poll_s: float) -> None:
         self.send(frame, (), deadline)
 
     def is_stale(self) -> bool:

@@ -17,6 +17,7 @@ import numpy as np
 from forebay.store.address import Address, this_machine
 from forebay.store.client.channel import Channel, ChannelError
 from forebay.store.client.lent import Lent
+from forebay.store.holder.log.hints import LogView
 from forebay.store.holder.mapping import Mapping
 from forebay.store.holder.segment import MappedSegment
 from forebay.store.wire import auth
@@ -95,12 +96,12 @@ class LocalChannel(Channel):
         fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
         self._mapping = Mapping(self._fd, STAGING_BYTES, writable=True)
         self.staging = np.frombuffer(self._mapping.view, dtype=np.uint8)
-        self.segment_fd = -1
+        self._given: list[int] = []  # descriptors: the segment, maybe what a log's view needs
         self.segment_bytes = 0
 
     @classmethod
     def enter(cls, name: str, tenant: str, secret: bytes, deadline: float, lent: Lent | None = None) -> "LocalChannel":
-        """Through the door ``name``; ``segment_fd`` is then the caller's to close. Raises ``ChannelError``, ``TimeoutError``."""
+        """Through the door ``name``. Raises ``ChannelError``, ``TimeoutError``."""
         door = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         try:
             door.settimeout(max(0.001, deadline - time.monotonic()))
@@ -124,11 +125,9 @@ class LocalChannel(Channel):
         try:
             socket.send_fds(self._socket, [encode(hello)], [self._fd] if self.lent is None else [self._fd, self.lent.fd])
             self._set_timeout(deadline, send=False)
-            data, fds, _, _ = socket.recv_fds(self._socket, 4096, 1)
+            data, self._given, _, _ = socket.recv_fds(self._socket, 4096, 3)
         except OSError as error:
             raise ChannelError(f"door: {error}") from error
-        if fds:
-            self.segment_fd = fds[0]
         try:
             prefix = read_prefix(data) if len(data) >= PREFIX.size else None
             answer = decode_opening(data[PREFIX.size :])
@@ -136,7 +135,7 @@ class LocalChannel(Channel):
             raise ChannelError(str(error)) from error
         if isinstance(answer, Refused):
             raise ChannelError(f"refused: {answer.reason}")
-        if prefix is None or not isinstance(answer, Welcome) or not fds:
+        if prefix is None or not isinstance(answer, Welcome) or not self._given:
             raise ChannelError("the holder sent no welcome")
         try:
             auth.verify_welcome(given, hello, answer, secret)
@@ -145,18 +144,25 @@ class LocalChannel(Channel):
         self.segment_bytes = answer.segment_bytes
 
     def take_segment(self) -> MappedSegment:
-        fd, self.segment_fd = self.segment_fd, -1
-        return MappedSegment(fd, self.segment_bytes)
+        return MappedSegment(self._given.pop(0), self.segment_bytes)
 
-    def drop_segment(self) -> None:
+    def take_log(self) -> LogView | None:
+        """After the segment was taken. None if the holder shows us no log."""
+        given, self._given = self._given, []
+        try:
+            return LogView(given) if len(given) == 2 else None
+        except (OSError, ValueError):
+            return None
+
+    def drop_given(self) -> None:
         """One channel's is enough."""
-        if self.segment_fd >= 0:
-            os.close(self.segment_fd)
-        self.segment_fd = -1
+        for fd in self._given:
+            os.close(fd)
+        self._given = []
 
     def close(self) -> None:
         super().close()
-        self.drop_segment()
+        self.drop_given()
         if self._fd >= 0:
             os.close(self._fd)
         self._fd = -1
@@ -166,7 +172,7 @@ class LocalChannel(Channel):
 
 
 class HolderPeer:
-    """One incarnation of one holder. ``segment`` is set if its memory is mapped here."""
+    """One incarnation of one holder. ``segment`` is set if its memory is mapped here, ``log`` if we may read its log ourselves."""
 
     def __init__(
         self, entry: HolderEntry, tenant: str, secret: bytes, tls: ssl.SSLContext | None, lent: Lent | None, *, local: bool
@@ -174,6 +180,7 @@ class HolderPeer:
         self.entry = entry
         self.number = entry.number
         self.segment: MappedSegment | None = None
+        self.log: LogView | None = None
         self._tenant, self._secret, self._tls, self._lent = tenant, secret, tls, lent
         self._lock = threading.Lock()
         self._door_open = local
@@ -188,6 +195,7 @@ class HolderPeer:
 
     def close(self) -> None:
         self.pool.close()
+        self.log = None
         segment, self.segment = self.segment, None  # readers that are still copying hold it themselves
         if segment is not None:
             segment.close()
@@ -202,7 +210,8 @@ class HolderPeer:
                 with self._lock:
                     if self.segment is None:
                         self.segment = channel.take_segment()
-                channel.drop_segment()
+                        self.log = channel.take_log()
+                channel.drop_given()
                 return channel
         return Channel.connect(Address(self.entry.host, self.entry.port), self._tenant, self._secret, deadline, self._tls)
 
@@ -237,6 +246,18 @@ class Holders:
 
     def known(self, number: int) -> HolderPeer | None:
         return self._peers.get(number)
+
+    def logs(self) -> list[tuple[int, LogView]]:
+        """The logs that we may read ourselves, by number of their holder."""
+        return [(number, log) for number, peer in [*self._peers.items()] if (log := peer.log) is not None]
+
+    def tell_of_own_reads(self, deadline: float) -> None:
+        """Now and then, holders hear what was read past them."""
+        for peer in [*self._peers.values()]:
+            told = peer.log.to_tell() if peer.log is not None else None
+            if told is not None:
+                with contextlib.suppress(ChannelError, TimeoutError), peer.pool.lease(deadline) as channel:
+                    channel.send(encode(told, optional=True), (), deadline)
 
     def refresh_quietly(self, deadline: float) -> None:
         """``refresh``, if the master answers."""

@@ -18,6 +18,7 @@ from forebay.store.client.channel import Bytes, Channel, ChannelError
 from forebay.store.client.gets import Reader, Want, locate
 from forebay.store.client.holders import Holders, Pool
 from forebay.store.client.lent import Lent
+from forebay.store.client.own_reads import OwnRead
 from forebay.store.client.prefetcher import Prefetcher, PrefetchOptions
 from forebay.store.client.puts import Gift, Putter
 from forebay.store.holder.segment import as_bytes
@@ -58,6 +59,7 @@ PROBE_S = 0.25
 DOWN_S = 1.0
 _PASSING = (Status.LEASE_EXPIRED, Status.UNAVAILABLE)
 PROMOTION_POLL_S = 0.001
+POLL_S = 100e-6  # some time more than a small read of an SSD takes
 DELEGATE_S = 2.0
 _NOT_KNOWN = bytes([Status.UNAVAILABLE])
 T = TypeVar("T", bound=MasterToClient)
@@ -85,6 +87,7 @@ class OneMaster:
         lent: Lent | None = None,
     ) -> None:
         self.timeout_s = timeout_s
+        self._tenant = tenant
         self.prefetcher = Prefetcher(prefetch or PrefetchOptions(), self._query, self._delegate)
         self._master = Pool(lambda deadline: Channel.connect(master, tenant, secret, deadline, tls))
         self._holders = Holders(tenant, secret, tls, self._ask_holders, allow_local=allow_local, lent=lent)
@@ -302,7 +305,8 @@ class OneMaster:
 
     def _read_some(self, wants: _Wants, deadline: float) -> None:
         asked = time.monotonic()
-        answer = self._ask(lambda call: Get(call, [want.key for want in wants]), Located, deadline)
+        own = self._begin_own_read(wants[0].key) if len(wants) == 1 else None
+        answer = self._ask(lambda call: Get(call, [want.key for want in wants]), Located, deadline, POLL_S if own is not None else 0.0)
         if answer is None or len(answer.places) != len(wants):
             status = Status.TIMEOUT if time.monotonic() >= deadline else Status.UNAVAILABLE
             for want in wants:
@@ -310,24 +314,45 @@ class OneMaster:
             return
         for want, place in zip(wants, answer.places, strict=True):
             locate(want, place)
+        if own is not None and self._settle(own, wants[0], deadline):
+            return
         self._await_promotions(wants, deadline)
         Reader(self._holders, deadline, asked + answer.ttl_s).read(wants)
 
     def _get_one(self, key: bytes, deadline: float) -> bytes | None:
         """A get whose buffer is made when the master has told the length: a bytes object that is filled before anyone sees it."""
         asked = time.monotonic()
-        answer = self._ask(lambda call: Get(call, [key]), Located, deadline)
+        own = self._begin_own_read(key)
+        answer = self._ask(lambda call: Get(call, [key]), Located, deadline, POLL_S if own is not None else 0.0)
         if answer is None or len(answer.places) != 1 or answer.places[0].code != Status.OK:
             return None
         made, target = _new_bytes(answer.places[0].length)
         want = Want(key, 0, target)
         locate(want, answer.places[0])
+        if own is not None and self._settle(own, want, deadline):
+            return made
         self._await_promotions([want], deadline)
         Reader(self._holders, deadline, asked + answer.ttl_s).read([want])
         if want.status is not Status.OK:
             want.stale = False
             self._read([want], deadline)
         return made if want.status is Status.OK else None
+
+    def _begin_own_read(self, key: bytes) -> OwnRead | None:
+        """Not of what is on its way to memory: the holder reads that anyway."""
+        if self.prefetcher.options.enabled and self.prefetcher.under_way([key]):
+            return None
+        for number, log in self._holders.logs():
+            own = OwnRead.begin(log, number, self._tenant, key)
+            if own is not None:
+                return own
+        return None
+
+    def _settle(self, own: OwnRead, want: Want, deadline: float) -> bool:
+        if not own.settle(want, deadline):
+            return False
+        self._holders.tell_of_own_reads(deadline)
+        return True
 
     def _await_promotions(self, wants: _Wants, deadline: float) -> None:
         """Keys headed for the SSD get one last attempt at a promotion; those under way are waited for, all together for at most
@@ -375,13 +400,13 @@ class OneMaster:
         except (ChannelError, TimeoutError):
             return False
 
-    def _ask(self, make: Callable[[int], ClientToMaster], kind: type[T], deadline: float) -> T | None:
+    def _ask(self, make: Callable[[int], ClientToMaster], kind: type[T], deadline: float, poll_s: float = 0.0) -> T | None:
         """One question to the master, asked again on a new connection while there is time if the old one is lost."""
         while True:
             try:
                 with self._master.lease(deadline) as channel:
                     self._holders.check_epoch(channel.epoch)
-                    answer = channel.ask(make(channel.new_call()), decode_master_to_client, deadline)
+                    answer = channel.ask(make(channel.new_call()), decode_master_to_client, deadline, poll_s)
                     return answer if isinstance(answer, kind) else None
             except TimeoutError:
                 return None

@@ -37,6 +37,7 @@ from forebay.store.wire.messages import (
     ReadMemory,
     ReadSsd,
     Role,
+    Touched,
     Welcome,
     Write,
 )
@@ -138,6 +139,11 @@ class DataServer:
         if isinstance(message, PrefetchKeys):
             if self._promoter is not None and self._keeper.awake(time.monotonic()):
                 self._promoter.prefetch(_tenant(connection), message.keys, message.hint_s, demand=message.demand)
+            return ()
+        if isinstance(message, Touched):
+            if self._reads is not None:
+                self._reads.touch(_tenant(connection), message.records)
+                self.bytes_out += message.bytes
             return ()
         if not self._keeper.awake(time.monotonic()) and not isinstance(message, CopyIn):
             self._refuse(connection, message)
@@ -346,6 +352,8 @@ def _check(message: ClientToHolder, prefix: Prefix) -> None:
     """Raises ``FrameError`` for what only a broken or hostile client sends."""
     if isinstance(message, PrefetchKeys):
         items: Sequence[object] = message.keys
+    elif isinstance(message, Touched):
+        items = [key for key, _ in message.records]
     else:
         items = _items(message)
     check_keys(items)

@@ -1,6 +1,7 @@
 """The Unix door: where a client on the same machine proves itself, hands over its staging memory and gets the segment, read-only.
 
-    holder -> Challenge     client -> Hello + [staging memfd, maybe a lent one]     holder -> Welcome + [segment memfd]
+    holder -> Challenge     client -> Hello + [staging memfd, maybe a lent one]     holder -> Welcome + [segment memfd, maybe hints and
+                                                                                      directory of the log (``log.hints``)]
 
 What a client hands over is sealed against shrinking. The holder writes to staging memory alone; lent memory it only reads.
 
@@ -18,6 +19,7 @@ import socket
 import struct
 
 from forebay.store.holder.data import DataServer, Peer
+from forebay.store.holder.log.hints import LogHints
 from forebay.store.holder.mapping import Staging
 from forebay.store.holder.segment import Segment
 from forebay.store.wire import auth
@@ -39,10 +41,18 @@ MAX_LENT_BYTES = 1 << 44
 class Door:
     """Accepts until ``close``. ``name``: of the abstract socket, without its leading zero byte."""
 
-    def __init__(self, server: DataServer, segment: Segment, secrets: auth.Secrets, registry: dict[int, Connection]) -> None:
+    def __init__(
+        self,
+        server: DataServer,
+        segment: Segment,
+        secrets: auth.Secrets,
+        registry: dict[int, Connection],
+        hints: LogHints | None = None,
+    ) -> None:
         self.name = f"forebay-holder-{random_bytes.token_hex(12)}"
         self._server = server
         self._segment = segment
+        self._hints = hints
         self._secrets = secrets
         self._registry = registry
         self._numbers = -1  # Unix connections count downwards, TCP ones upwards
@@ -101,7 +111,8 @@ class Door:
         if not isinstance(hello, Hello) or prefix.body_bytes != len(data) - PREFIX.size:
             raise FrameError("a hello is due")
         self._server.admit(given, hello)
-        if not self._secrets and not _same_user(peer):
+        same_user = _same_user(peer)
+        if not self._secrets and not same_user:
             raise auth.AuthError("another user's process; give the store a secret")
         staging, lent = None, None
         if received:
@@ -109,7 +120,8 @@ class Door:
         if len(received) > 1:
             lent = memoryview(mmap.mmap(received[1], _size_of(received[1], MAX_LENT_BYTES), prot=mmap.PROT_READ))
         answer = auth.welcome(given, hello, self._secrets, self._server.epoch, self._segment.capacity)
-        socket.send_fds(peer, [encode(answer)], [self._segment.fd])
+        log = self._hints.descriptors if self._hints is not None and same_user else ()  # others may not open the files anyway
+        socket.send_fds(peer, [encode(answer)], [self._segment.fd, *log])
         return hello, Peer(staging=staging, lent=lent)
 
 

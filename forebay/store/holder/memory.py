@@ -51,10 +51,11 @@ class Entry:
 
 
 class Memory:
-    """The index of one segment. Used by the loop's thread alone."""
+    """The index of one segment. Used by the loop's thread alone. ``noticed`` hears of what has become readable, or no longer is."""
 
-    def __init__(self, segment: Segment) -> None:
+    def __init__(self, segment: Segment, noticed: Callable[[Entry], None] = lambda _: None) -> None:
         self._segment = segment
+        self._noticed = noticed
         self._offsets: list[int] = []  # sorted
         self._entries: dict[int, Entry] = {}
         self._by_key: dict[tuple[str, bytes], tuple[Entry, ...]] = {}
@@ -89,6 +90,7 @@ class Memory:
             return False
         entry.live = True
         self._segment.publish(entry.offset)
+        self._noticed(entry)
         return True
 
     def drop(self, entry: Entry) -> None:
@@ -96,11 +98,14 @@ class Memory:
         if entry.gone:
             return
         self._segment.retire(entry.offset)
+        was_live = entry.live
         entry.gone, entry.live = True, False
         if entry.abort is not None:
             entry.abort()
         if not entry.busy:
             self._unlink(entry)
+        if was_live:
+            self._noticed(entry)
 
     def copied(self, entry: Entry) -> None:
         """The thread that copied into ``entry`` is done."""

@@ -20,6 +20,7 @@ from forebay.store.address import Address, this_machine
 from forebay.store.holder.data import DataServer, Receipt
 from forebay.store.holder.door import Door
 from forebay.store.holder.log.files import Directory, Files, Lock
+from forebay.store.holder.log.hints import LogHints
 from forebay.store.holder.log.index import covers
 from forebay.store.holder.log.log import SsdLog
 from forebay.store.holder.master_link import MasterLink
@@ -121,6 +122,7 @@ class Holder:
         self._reads: LogReads | None = None
         self._promoter: Promoter | None = None
         self._door: Door | None = None
+        self._hints: LogHints | None = None
         self._server: asyncio.Server | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -149,7 +151,7 @@ class Holder:
         if self.config.ssd is not None:
             await loop.run_in_executor(None, self._open_log, self.config.ssd)
         self.segment = await loop.run_in_executor(None, Segment, self.config.dram)
-        self.memory = Memory(self.segment)
+        self.memory = Memory(self.segment, self._noticed)
         self._link = MasterLink(self.config.master, self._secrets.of(auth.HOLDER_TENANT), self, self.config.master_tls)
         if self.log is not None:
             self._writer = LogWriter(self.log, self.config.fsync, self._report)
@@ -159,7 +161,7 @@ class Holder:
         self._server = await listen(self._accept, self.address, self.config.tls)
         self.address = Address(self.address.host, self._server.sockets[0].getsockname()[1])
         if self._secrets.tenants <= 1:
-            self._door = Door(self.data, self.segment, self._secrets, self._connections)
+            self._door = Door(self.data, self.segment, self._secrets, self._connections, self._hints)
         self._tasks = [
             asyncio.create_task(self._link.run()),
             asyncio.create_task(self._beat()),
@@ -199,6 +201,8 @@ class Holder:
             await loop.run_in_executor(None, self._reads.close)
         if self.log is not None:
             self.log.close()
+        if self._hints is not None:
+            self._hints.close()
         if self._lock is not None:
             self._lock.release()
         await asyncio.sleep(0)  # aborted connections let go of the segment
@@ -217,7 +221,11 @@ class Holder:
             named.write_text(self.name)
         with contextlib.suppress(FileNotFoundError):
             self.peers = (directory / "peers").read_text().split()
-        self.log = SsdLog(self._files or Directory(directory), self.config.ssd_bytes)
+        files = self._files or Directory(directory)
+        self.log = SsdLog(files, self.config.ssd_bytes)
+        if self._secrets.tenants <= 1 and isinstance(files, Directory) and files.direct:
+            self._hints = LogHints(directory, self.config.ssd_bytes)
+            self.log.tell(self._hints)
 
     def _accept(self) -> Connection:
         self._numbers += 1
@@ -252,6 +260,15 @@ class Holder:
             self._receipts[id(entry)] = done
         entry.logging = True
         self._writer.submit(Append(entry, self.segment.data(entry.offset, entry.length)))
+
+    def _noticed(self, entry: Entry) -> None:
+        """``log.hints`` tells of what is in the log and not in memory."""
+        if self.log is None:
+            return
+        if any(other.live for other in self.memory.of(entry.tenant, entry.key)):
+            self.log.hide(entry.tenant, entry.key)
+        else:
+            self.log.show(entry.tenant, entry.key)
 
     def length_of(self, tenant: str, key: bytes) -> int | None:
         return self.log.newest_length(tenant, key) if self.log is not None else None

@@ -102,6 +102,10 @@ class LogReads:
             self._damaged(held)
         return codes
 
+    def touch(self, tenant: str, names: Sequence[tuple[bytes, int]]) -> None:
+        """A client has read these records itself."""
+        self._log.touch(tenant, names)
+
     def release(self, buffer: memoryview, lent_to: Loan | None = None) -> None:
         """``buffer`` is not needed any more, or only until ``lent_to`` has sent what was queued."""
         if lent_to is not None and lent_to.unsent_bytes():

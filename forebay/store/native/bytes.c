@@ -8,6 +8,7 @@
 #include <stdint.h>
 #include <string.h>
 #include <sys/socket.h>
+#include <time.h>
 #ifdef __SSE4_2__
 #include <immintrin.h>
 #endif
@@ -188,12 +189,24 @@ EXPORT uint32_t forebay_copy_crc32c(uint8_t *to, const uint8_t *from, int64_t co
 
    Whoever waits for the interpreter lock after each of a question's system calls waits three times; here it is once. */
 
-/* Send all of `frame`, then receive what comes first. The count (0: the peer closed), or -errno; *sent: how much of the frame has left. */
-EXPORT int64_t forebay_exchange(int socket, const uint8_t *frame, int64_t count, uint8_t *into, int64_t room, int64_t *sent) {
+static int64_t now_ns(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return now.tv_sec * 1000000000LL + now.tv_nsec;
+}
+
+/* Send all of `frame`, then receive what comes first. The count (0: the peer closed), or -errno; *sent: how much of the frame has left.
+   The answer is first looked for over and over for `poll_ns`, since being woken up takes a core that went to sleep tens of us. */
+EXPORT int64_t forebay_exchange(int socket, const uint8_t *frame, int64_t count, uint8_t *into, int64_t room, int64_t *sent,
+                                int64_t poll_ns) {
     ssize_t done = send(socket, frame, (size_t)count, MSG_NOSIGNAL);
     *sent = done < 0 ? 0 : done;
     if (done < 0) return -errno;
     if (done < count) return -EINTR;
+    for (int64_t until = poll_ns ? now_ns() + poll_ns : 0; until && now_ns() < until;) {
+        done = recv(socket, into, (size_t)room, MSG_DONTWAIT);
+        if (done >= 0 || errno != EAGAIN) return done < 0 ? -errno : done;
+    }
     done = recv(socket, into, (size_t)room, 0);
     return done < 0 ? -errno : done;
 }

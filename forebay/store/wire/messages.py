@@ -4,7 +4,7 @@
     client  <- Codes Count Located Granted KeyPage StoreStats HolderTable ----------------------------------  master
     holder  -- Register Inventory Beat Persisted Dropped Buried RegisterPrefetch AllocStart PromotionDone --->  master
     holder  <- Registered Peers Serving Retire Bury Forget Promote Prefetchable Allocated ------------------------  master
-    client  -- Write ReadMemory ReadSsd Check CopyIn CopyOut PrefetchKeys --------------------------------->  holder
+    client  -- Write ReadMemory ReadSsd Check CopyIn CopyOut PrefetchKeys Touched ------------------------->  holder
     client  <- Codes Part ---------------------------------------------------------------------------------  holder
 
 Bodies are tagged arrays, so field *order* is the format: add fields at the end with a default, or raise
@@ -551,6 +551,13 @@ class PrefetchKeys(_Message, frozen=True):
     demand: bool = False
 
 
+class Touched(_Message, frozen=True):
+    """The client has read these (key, generation) records of the log itself, ``bytes`` of them all. No answer; optional."""
+
+    records: list[tuple[bytes, Natural]]
+    bytes: Natural
+
+
 # ------------------------------------------------------------------------------------------------ holder -> client
 
 
@@ -566,7 +573,7 @@ ClientToMaster = Exists | MatchPrefix | Query | Get | PutStart | PutEnd | PutRev
 MasterToClient = Codes | Count | Located | Granted | KeyPage | StoreStats | HolderTable
 HolderToMaster = Register | Inventory | Beat | Persisted | Dropped | Buried | RegisterPrefetch | AllocStart | PromotionDone
 MasterToHolder = Registered | Peers | Serving | Retire | Bury | Forget | Promote | Prefetchable | Allocated
-ClientToHolder = Write | ReadMemory | ReadSsd | Check | CopyIn | CopyOut | PrefetchKeys
+ClientToHolder = Write | ReadMemory | ReadSsd | Check | CopyIn | CopyOut | PrefetchKeys | Touched
 HolderToClient = Codes | Part
 Opening = Challenge | Hello | Welcome | Refused
 Message = ClientToMaster | MasterToClient | HolderToMaster | MasterToHolder | ClientToHolder | HolderToClient | Opening

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 from forebay.store.crc import crc32c
 from forebay.store.holder.log.files import Files, aligned_buffer
+from forebay.store.holder.log.hints import LogHints
 from forebay.store.holder.log.index import Index, Record
 from forebay.store.holder.log.record import BLOCK_BYTES, Head, Kind, encode_graves, padded, write_head
 from forebay.store.holder.log.scan import Damage, scan
@@ -72,6 +73,7 @@ class SsdLog:
         self._active: LogFile | None = None
         self._lock = threading.Lock()
         self._tick = 1
+        self._hints: LogHints | None = None
         self._highest = 0
         self._buffer = aligned_buffer(8 << 20)
         self._rebuild()
@@ -105,6 +107,35 @@ class SsdLog:
         with self._lock:
             record = self.index.newest((tenant, key))
             return None if record is None else record.length
+
+    def tell(self, hints: LogHints) -> None:
+        """From now on ``hints`` shows where records lie; of all that are here now first. Before anybody else uses the log."""
+        self._hints = hints
+        for (tenant, key), record in self.index.items():
+            hints.show(tenant, key, record)
+
+    def show(self, tenant: str, key: bytes) -> None:
+        """Nothing nearer than the log has ``key`` now: let readers know where it lies, if it does."""
+        if self._hints is not None:
+            with self._lock:
+                record = self.index.newest((tenant, key))
+            if record is not None:
+                self._hints.show(tenant, key, record)
+
+    def hide(self, tenant: str, key: bytes) -> None:
+        """Whoever looks for ``key`` had better ask."""
+        if self._hints is not None:
+            self._hints.hide(tenant, key)
+
+    def touch(self, tenant: str, names: Sequence[tuple[bytes, int]]) -> None:
+        """Others have read these (key, generation) themselves: that counts as use like any read."""
+        with self._lock:
+            for key, generation in names:
+                record = self.index.get((tenant, key), generation)
+                file = self._by_number.get(record.file) if record is not None else None
+                if record is not None and file is not None:
+                    self._tick += 1
+                    record.tick = file.used = self._tick
 
     # ------------------------------------------------------------------------------------------ the writing thread
 
@@ -148,6 +179,8 @@ class SsdLog:
         holder says nothing about our own records."""
         with self._lock:
             needed = [grave for grave in graves if grave.behalf or self.index.bury(grave) or always]
+        for grave in needed:
+            self.hide(grave.tenant, grave.key)
         if needed:
             self._append_graves(needed)
 
@@ -196,6 +229,7 @@ class SsdLog:
         if not good:
             with self._lock:
                 self.index.remove(place, record)
+            self.hide(tenant, key)
             return None
         return record.length
 
@@ -204,7 +238,7 @@ class SsdLog:
             file.readers -= 1
             close = file.doomed and file.readers == 0
         if close:
-            self._files.close(file.fd)
+            self._let_go(file)
 
     # ------------------------------------------------------------------------------------------ inside
 
@@ -261,6 +295,8 @@ class SsdLog:
                 if fine:
                     record = Record(file.number, start, item.generation, len(item.value), item.crc)
                     self.index.add((item.tenant, item.key), record)
+                    if self._hints is not None and self._hints.shows(item.tenant, item.key):  # moved out of a file that goes
+                        self._hints.show(item.tenant, item.key, record)
                     self._highest = max(self._highest, item.generation)
                     start += BLOCK_BYTES + padded(len(item.value))
             file.size = start
@@ -354,7 +390,13 @@ class SsdLog:
         with contextlib.suppress(OSError):
             self._files.unlink(file.number)
         if close:
-            self._files.close(file.fd)
+            self._let_go(file)
+
+    def _let_go(self, file: LogFile) -> None:
+        """Of an unlinked file. Its space is free at once, also if a client still has it open."""
+        with contextlib.suppress(OSError):
+            self._files.truncate(file.fd, 0)
+        self._files.close(file.fd)
 
 
 def _runs(items: Sequence[Item], limit: int) -> list[list[Item]]:
