@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from forebay.store import Status, StoreClient
@@ -13,6 +14,8 @@ from forebay.store.address import AddressError, StoreUrl
 from forebay.store.holder.node import Holder, HolderConfig, HolderError
 from forebay.store.wire import auth
 from forebay.store.wire import connection as connections
+from forebay.store.wire.frames import decode_holder_to_client, encode
+from forebay.store.wire.messages import ReadMemory, Slice
 from forebay.store.wire.tls import TlsError, client_context, server_context
 from tests.store.store_cluster import CERTIFICATE, KEY, LOCALHOST, Cluster, cluster, wait_for
 from tests.store.store_process import farm
@@ -38,6 +41,31 @@ def test_everything_works_inside_tls_from_memory_and_from_the_log(nodes: Cluster
     assert set(client.get_into(list(values), buffers, [7] * len(values))) == {Status.OK}
     assert buffers == [bytearray(value[7:1007]) for value in values.values()]
     assert client.get(b"0") == nodes.client(secret="s").get(b"0"), "and on this machine past it"
+
+
+def test_a_large_answer_is_encrypted_as_the_peer_takes_it(tmp_path: Path) -> None:
+    """All of it at once took several times as long as its parts one by one (docs/LOG.md)."""
+    size, count = 1 << 20, 48
+    with cluster(secrets=SECRETS, tls=True) as one:
+        holder = one.holder(64 << 20)
+        client = one.client(secret="s", allow_local=False, timeout_s=20.0)
+        values = {b"%d" % number: bytes([number]) * size for number in range(count)}
+        assert set(client.put_from(list(values), list(values.values()))) == {Status.OK}
+        peer = next(iter(client.masters[0]._holders._peers.values()))
+        with peer.pool.lease(time.monotonic() + 20) as channel:
+            entries = [holder.memory.of("default", key)[0] for key in values]
+            slices = [Slice(entry.offset, entry.stamp, 0, size) for entry in entries]
+            channel.send(encode(ReadMemory(channel.new_call(), slices)), (), time.monotonic() + 20)
+            busy = wait_for(lambda: [known for known in holder._connections.values() if known.unsent_bytes()])
+            assert [
+                known._transport.get_write_buffer_size() < 2 * connections.TLS_HIGH_BYTES for known in busy if known._transport
+            ] == [True]
+            answer, prefix = channel.receive(decode_holder_to_client, time.monotonic() + 20)
+            assert answer.codes == bytes(count) and prefix.payload_bytes == count * size  # type: ignore[union-attr]
+            target = np.zeros(count * size, np.uint8)
+            channel.receive_into(target, time.monotonic() + 20)
+        assert target.tobytes() == b"".join(values.values())
+        wait_for(lambda: not busy[0].unsent_bytes())
 
 
 def test_a_connection_that_idles_is_used_again_and_one_that_died_is_not(nodes: Cluster) -> None:

@@ -252,6 +252,7 @@ class TlsChannel(Channel):
 
     def is_stale(self) -> bool:
         self._socket.settimeout(0)
+        self._timeouts = (0.0, 0.0)
         try:
             socket.socket.recv(self._socket, 1, socket.MSG_PEEK | socket.MSG_DONTWAIT)  # of the bytes below TLS
         except BlockingIOError:
@@ -270,4 +271,7 @@ class TlsChannel(Channel):
         left = deadline - time.monotonic()
         if left <= 0:
             raise TimeoutError("no time left")
-        self._socket.settimeout(left)
+        known = self._timeouts[0]
+        if not 0.8 * known <= left <= known:  # close enough, and each change is a system call
+            self._socket.settimeout(left)
+            self._timeouts = (left, left)

@@ -10,6 +10,7 @@ second per MiB, not reading answers for 30 s. While it does not read, it is not 
 import asyncio
 import ssl
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -34,6 +35,8 @@ FRAME_S = 10.0
 FRAME_BYTES_PER_S = 1 << 20
 STALLED_S = 30.0
 WRITE_HIGH_BYTES = 8 << 20
+TLS_PIECE_BYTES = 256 << 10  # encrypted at a time: the peer decrypts one while we encrypt the next, and it is in the caches
+TLS_HIGH_BYTES = 512 << 10
 
 
 class Handler(Protocol):
@@ -77,6 +80,8 @@ class Connection(asyncio.BufferedProtocol):
         self._deadline = time.monotonic() + OPENING_S
         self._stalled_since = 0.0
         self._transport: asyncio.Transport | None = None
+        self._in_tls = False
+        self._unencrypted: deque[memoryview] = deque()  # inside TLS, what waits for its turn
         self._writable = asyncio.Event()
         self._writable.set()
 
@@ -87,7 +92,8 @@ class Connection(asyncio.BufferedProtocol):
         self._transport = transport  # type: ignore[assignment]
         self._registry[self.number] = self
         send_unpaced(transport.get_extra_info("socket"))
-        transport.set_write_buffer_limits(high=WRITE_HIGH_BYTES)  # type: ignore[attr-defined]
+        self._in_tls = transport.get_extra_info("ssl_object") is not None
+        transport.set_write_buffer_limits(high=TLS_HIGH_BYTES if self._in_tls else WRITE_HIGH_BYTES)  # type: ignore[attr-defined]
         if self.peer is None:
             self.send(encode(self._challenge))
         else:
@@ -98,6 +104,7 @@ class Connection(asyncio.BufferedProtocol):
         self._writable.set()
         self._transport = None
         self._targets = []
+        self._unencrypted.clear()
         if self.peer is not None:
             self._handler.closed(self)
 
@@ -139,6 +146,7 @@ class Connection(asyncio.BufferedProtocol):
         self._writable.set()
         if self._transport is not None:
             self._transport.resume_reading()
+        self._encrypt_some()
 
     # ------------------------------------------------------------------------------------------ the handler's side
 
@@ -152,16 +160,33 @@ class Connection(asyncio.BufferedProtocol):
 
     def unsent_bytes(self) -> int:
         """What is queued and not yet with the kernel; 0 once the connection is gone."""
-        return self._transport.get_write_buffer_size() if self._transport is not None else 0
+        if self._transport is None:
+            return 0
+        return self._transport.get_write_buffer_size() + sum(map(len, self._unencrypted))
 
     def send(self, frame: bytes, payload: Sequence[memoryview] = ()) -> None:
         """Queue a frame and its payload. The payload is not copied: it is read from where it lies as the peer takes it."""
         if self._transport is None or self._transport.is_closing():
             return
-        if payload:
+        if self._unencrypted or (payload and self._in_tls):
+            self._unencrypted += [memoryview(frame), *payload]
+            self._encrypt_some()
+        elif payload:
             self._transport.writelines([frame, *payload])
         else:
             self._transport.write(frame)
+
+    def _encrypt_some(self) -> None:
+        """Hand on what waits, in pieces, until the peer has enough to do."""
+        waiting = self._unencrypted
+        while waiting and self.alive and self._writable.is_set():
+            piece = waiting[0][:TLS_PIECE_BYTES]
+            if len(piece) == len(waiting[0]):
+                waiting.popleft()
+            else:
+                waiting[0] = waiting[0][TLS_PIECE_BYTES:]
+            assert self._transport is not None
+            self._transport.write(piece)
 
     def answer(self, message: Message) -> None:
         self.send(encode(message))
@@ -169,7 +194,7 @@ class Connection(asyncio.BufferedProtocol):
     def drop(self, reason: str) -> None:
         """End this peer, saying why."""
         if self._transport is not None and not self._transport.is_closing():
-            if self._stalled_since:
+            if self._stalled_since or self._unencrypted:
                 self._transport.abort()
                 return
             self._transport.write(encode(Refused(reason)))
