@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from forebay.bench.scratch import scratch_directory
+from forebay.bench.token_ids import first_token_id
 from forebay.bench.ttft.load import Client
 from forebay.bench.ttft.plan import Ask
 from forebay.bench.ttft.server import MODEL_NAME, running
@@ -40,7 +41,6 @@ DECODES = 16
 BATCH = 4
 TOGETHER = 12
 HTTP_TOKENS, HTTP_ASKS = 1024, 12
-FIRST_TOKEN = 300
 DISK_BYTES, DISK_BLOCK = 128 << 20, 4 << 20
 
 
@@ -86,7 +86,7 @@ def _run(model: str, config: ModelConfig, directory: Path) -> list[tuple[int, in
     expected: list[tuple[int, int, int]] = []
 
     def prompt(tokens: int) -> list[int]:
-        return [dice.randrange(FIRST_TOKEN, config.vocab_size) for _ in range(tokens)]
+        return [dice.randrange(first_token_id(config.vocab_size), config.vocab_size) for _ in range(tokens)]
 
     def chunks(tokens: int) -> list[tuple[int, int, int]]:
         return [(start, min(CHUNK, tokens - start), 0) for start in range(0, tokens, CHUNK)]
@@ -135,7 +135,7 @@ def _frontend_s(model: str, config: ModelConfig, directory: Path) -> float:
     """What a client waits for beside the planner: HTTP, its JSON, and the answer's way back. One prompt again and again, which the
     device has from the second time on, so that little else is waited for."""
     dice = random.Random(1)
-    prompt = [dice.randrange(FIRST_TOKEN, config.vocab_size) for _ in range(HTTP_TOKENS)]
+    prompt = [dice.randrange(first_token_id(config.vocab_size), config.vocab_size) for _ in range(HTTP_TOKENS)]
     settings = Settings(
         pp=PP, threads_per_rank=1, chunk_size=CHUNK, page_size=PAGE, store="none", host="127.0.0.1", port=0,
         served_model_name=MODEL_NAME, timeline=directory,

@@ -21,6 +21,7 @@ from typing import Any, Protocol
 
 import torch
 
+from forebay.bench.token_ids import first_token_id
 from forebay.core.sampling import SamplingParams
 from forebay.frontend.llm import LLM
 from forebay.models.config import ModelConfig, load_config
@@ -35,7 +36,6 @@ DECODE_STEPS = 32
 DECODE_BATCHES = (1, 4)
 PREFILL_BATCH, PREFILL_TOKENS = 8, 1024
 MIXED_BATCH, MIXED_TOKENS, MIXED_OUT = 4, 512, 64
-FIRST_TOKEN_ID = 300  # below may be special tokens
 MATMUL_SIZE = 1536
 COPY_BYTES = 256 << 20
 
@@ -140,7 +140,7 @@ def _dtype(config: ModelConfig, settings: Settings) -> str:
 
 def _cases(vocab_size: int) -> list[Case]:
     def fresh(dice: random.Random, count: int, tokens: int) -> Prompts:
-        first = min(FIRST_TOKEN_ID, vocab_size // 2)
+        first = first_token_id(vocab_size)
         return [[dice.randrange(first, vocab_size) for _ in range(tokens)] for _ in range(count)]
 
     def cold(tokens: int) -> Callable[[Engine, random.Random], float]:

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from forebay.bench.token_ids import first_token_id
 from forebay.bench.ttft.load import Answer, Client
 from forebay.bench.ttft.plan import Arm, Ask, TtftError
 from forebay.bench.ttft.server import ArmServer, running
@@ -35,7 +36,6 @@ from forebay.store.client.store import StoreClient
 from forebay.store.wire.messages import Tier
 
 MODEL_NAME = "bench"
-FIRST_TOKEN_ID = 300  # below may be special tokens
 TURNS = (False, True, True, False)  # prefetch off and on: what drifts, drifts for both
 COPY_BATCH = 16
 NOT_PAGES = b"forebay-"  # what servers keep for themselves
@@ -124,7 +124,7 @@ class _Prompts:
 
     def __init__(self, config: PrefetchTtftBench, model: ModelConfig) -> None:
         self._config = config
-        self._first, self._vocab = min(FIRST_TOKEN_ID, model.vocab_size // 4), model.vocab_size
+        self._first, self._vocab = first_token_id(model.vocab_size), model.vocab_size
 
     def prefix(self, number: int) -> list[int]:
         return self._draw(f"prefix/{number}", self._config.prefix)

@@ -62,16 +62,23 @@ def _show(result: dict[str, Any], console: Console) -> None:
 
 
 def _hits(rows: list[dict[str, Any]], tokens: int) -> Table:
-    table = _table(f"{tokens} tokens, all cached: time to first token, ms", ("store", "tier"), ("p50", "p10", "p90", "over device"))
+    columns = ("p50", "p10", "p90", "over device", "missed")
+    table = _table(f"{tokens} tokens, all cached: time to first token, ms", ("store", "tier"), columns)
     device = {row["store"]: row["ttft_ms"]["p50"] for row in rows if row["tier"] == "device"}
     for row in rows:
         if "gb_s" in row:
             rate, size = row["gb_s"]["p50"], row["bytes"]
-            table.add_row(row["store"], row["tier"], f"{size / rate / 1e6:.1f}", "", "", f"{size / 1e6:.0f} MB at {rate:.2f} GB/s")
+            table.add_row(row["store"], row["tier"], f"{size / rate / 1e6:.1f}", "", "", f"{size / 1e6:.0f} MB at {rate:.2f} GB/s", "")
             continue
         times = row["ttft_ms"]
         more = times["p50"] - device[row["store"]]
-        table.add_row(row["store"], row["tier"], *(f"{times[name]:.1f}" for name in ("p50", "p10", "p90")), f"{more:+.1f}")
+        table.add_row(
+            row["store"],
+            row["tier"],
+            *(f"{times[name]:.1f}" for name in ("p50", "p10", "p90")),
+            f"{more:+.1f}",
+            str(row["missed"] or ""),
+        )
     return table
 
 

@@ -37,7 +37,7 @@ from forebay.sim.heap import EventHeap
 from forebay.sim.shared_passes import Flight, SharedPasses
 from forebay.sim.store_model import Read, StoreModel
 
-# As runtime.page_io reads and writes: tickets at a time, and bytes of a batch.
+# As runtime.page_io reads and writes: tickets at a time, and bytes of a batch (there, more while they come within milliseconds).
 FETCH_THREADS = 2
 BATCH_BYTES = 8 << 20
 

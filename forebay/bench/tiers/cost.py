@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 import psutil
 
+from forebay.bench.token_ids import first_token_id
 from forebay.bench.ttft.load import Client
 from forebay.bench.ttft.plan import Ask, TtftError
 from forebay.bench.ttft.server import MODEL_NAME, drain, running
@@ -24,7 +25,6 @@ from forebay.settings import FetchRoute, Settings
 TOKENS = 1024
 PROMPTS = 16
 CONCURRENCY = 2
-FIRST_TOKEN_ID = 300  # below may be special tokens
 NS = 1e-9
 POOL_PROMPTS = 6  # fewer than are asked, so that pages are used again
 
@@ -99,7 +99,7 @@ def _measure(model: str, settings: Settings, config: ModelConfig, arm: Arm) -> C
 
 
 def _load(client: Client, config: ModelConfig, dice: random.Random, arm: Arm) -> None:
-    prompts = [[dice.randrange(FIRST_TOKEN_ID, config.vocab_size) for _ in range(TOKENS)] for _ in range(PROMPTS)]
+    prompts = [[dice.randrange(first_token_id(config.vocab_size), config.vocab_size) for _ in range(TOKENS)] for _ in range(PROMPTS)]
     answers = client.closed_load([Ask(index, prompt, False) for index, prompt in enumerate(prompts)], CONCURRENCY, "cost")
     if any(answer.cached_store for answer in answers):
         raise TtftError(f"{arm.name}: nothing was to be hit, and the store had some of it")

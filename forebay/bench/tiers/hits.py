@@ -11,6 +11,7 @@ import mmap
 import os
 import random
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,15 +20,16 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from forebay.bench.token_ids import first_token_id
 from forebay.bench.ttft.load import Answer, Client
 from forebay.bench.ttft.plan import Ask, TtftError
 from forebay.bench.ttft.server import MODEL_NAME, drain, flush, running
 from forebay.models.config import ModelConfig
 from forebay.settings import Settings
 
-FIRST_TOKEN_ID = 300  # below may be special tokens
 RAW_READ_BYTES = 4 << 20
 SALT = "bench tiers"
+TRIES = 3
 SMALL_SHARE = 1.1  # of one prompt's pages: the memory of a store that is to read two prompts in turn from its disk
 
 
@@ -42,9 +44,10 @@ class Tier:
 
 @dataclass(slots=True)
 class Samples:
-    """Milliseconds by tier; raw reads in GB/s."""
+    """Milliseconds by tier, and how often it was no hit; raw reads in GB/s."""
 
     ttft_ms: dict[str, list[float]] = field(default_factory=dict)
+    missed: Counter[str] = field(default_factory=Counter)
     raw_gb_s: list[float] = field(default_factory=list)
 
 
@@ -70,7 +73,9 @@ def measure(
                 say(f"hits, {store}: round {number + 1} of {rounds}")
                 _round(client, asks[number % len(asks)], tiers, samples, tokens)
                 samples.raw_gb_s.append(_raw_read(directory / "raw", size))
-        rows += [{"store": store, "tier": name, "ttft_ms": times} for name, times in samples.ttft_ms.items()]
+        rows += [
+            {"store": store, "tier": name, "ttft_ms": times, "missed": samples.missed[name]} for name, times in samples.ttft_ms.items()
+        ]
         rows.append({"store": store, "tier": "raw reads", "gb_s": samples.raw_gb_s, "bytes": size})
     return rows
 
@@ -96,7 +101,7 @@ def _token_bytes(config: ModelConfig, settings: Settings) -> int:
 def _prime(client: Client, config: ModelConfig, tokens: int, store: str) -> list[Ask]:
     """Computed and stored. Two prompts, so that a store with memory for one has to read each from its disk."""
     dice = random.Random(f"tiers/{store}")
-    prompts = [[dice.randrange(FIRST_TOKEN_ID, config.vocab_size) for _ in range(tokens)] for _ in range(2)]
+    prompts = [[dice.randrange(first_token_id(config.vocab_size), config.vocab_size) for _ in range(tokens)] for _ in range(2)]
     asks = [Ask(index, prompt, True) for index, prompt in enumerate(prompts)]
     for ask in asks:
         client.closed_load([ask], 1, SALT)
@@ -125,17 +130,24 @@ def _tiers(client: Client, store: str, files: Path) -> list[Tier]:
 
 def _round(client: Client, ask: Ask, tiers: Sequence[Tier], samples: Samples, tokens: int) -> None:
     for tier in tiers:
+        samples.ttft_ms.setdefault(tier.name, []).append(1000 * _hit(client, ask, tier, samples, tokens).ttft_s)
+
+
+def _hit(client: Client, ask: Ask, tier: Tier, samples: Samples, tokens: int) -> Answer:
+    """Asked again, and counted, if it was no whole hit: on a busy machine the store's answer may come too late to be waited for.
+
+    Raises ``TtftError`` unless all tokens but the last, which is always computed, come from the tier at last.
+    """
+    found = 0
+    for _ in range(TRIES):
         tier.prepare()
         (answer,) = client.closed_load([ask], 1, SALT)
-        _check(answer, tier, tokens)
-        samples.ttft_ms.setdefault(tier.name, []).append(1000 * answer.ttft_s)
-
-
-def _check(answer: Answer, tier: Tier, tokens: int) -> None:
-    """Raises ``TtftError`` unless all tokens but the last, which is always computed, came from the tier."""
-    found = getattr(answer, tier.wanted)
-    if found < tokens - 1:
-        raise TtftError(f"a hit of {tokens} tokens should have come from {tier.name}; {found} did ({tier.wanted})")
+        found = getattr(answer, tier.wanted)
+        if found >= tokens - 1:
+            return answer
+        samples.missed[tier.name] += 1
+        drain(client, tier.name)
+    raise TtftError(f"a hit of {tokens} tokens should have come from {tier.name}; {found} did ({tier.wanted}), asked {TRIES} times")
 
 
 def _fill_page_cache(directory: Path) -> None:

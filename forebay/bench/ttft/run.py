@@ -16,6 +16,7 @@ import msgspec
 import torch
 
 from forebay.bench.scratch import scratch_directory
+from forebay.bench.token_ids import first_token_id
 from forebay.bench.ttft import summary
 from forebay.bench.ttft.judge import Rules, judge
 from forebay.bench.ttft.load import Answer
@@ -30,7 +31,6 @@ from forebay.models.resolve import resolve_model
 from forebay.models.shard import check_tp, shards, split_layers
 from forebay.settings import DType, KvDType, Settings
 
-FIRST_TOKEN_ID = 300  # below may be special tokens
 WARM_REQUESTS = 4
 CAPACITY_REQUESTS = 8  # for each request that keeps the stages busy
 SPARE = 1.5
@@ -148,7 +148,7 @@ class _Bench:
         self._experiment = experiment
         self._shape = experiment.shape
         self._vocab = config.vocab_size
-        self._first = min(FIRST_TOKEN_ID, config.vocab_size // 4)
+        self._first = first_token_id(config.vocab_size)
         self._rules = rules
         self._record = record
         self._progress = progress
