@@ -175,7 +175,7 @@ class Engine:
         self._unsent: deque[bytes] = deque()
         self._heard_at = clock()
         self._ticks_silent = 0
-        self._state_waiters: list[asyncio.Future[None]] = []
+        self._waiters: list[asyncio.Future[None]] = []
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.ROUTING_ID, planner.identity)
@@ -226,9 +226,21 @@ class Engine:
         if not self.was_ready:
             raise EngineDown("the model is still being loaded; try again later")
 
+    async def wait_room(self, sequences: int, places: int) -> None:
+        """Until so many sequences more are at most ``places``. Raises ``EngineDown``.
+
+        For one caller at a time, who submits without waiting in between. The planner reads what is sent in order, so whoever was
+        aborted before has no place there any more.
+        """
+        assert sequences <= places, (sequences, places)
+        while len(self._open) + sequences > places:
+            await self._change()
+        self.check_takes_requests()
+
     def _abort(self, request_id: str) -> None:
         if self._open.pop(request_id, None) is not None and not self._closed:
             self._send(Abort(request_id))
+            self._wake_waiters()
 
     # ------------------------------------------------------------------------------------------ state
 
@@ -236,10 +248,6 @@ class Engine:
     def rings(self) -> Rings:
         """The spans of all processes of this server."""
         return self._planner.rings
-
-    @property
-    def open_sequences(self) -> int:
-        return len(self._open)
 
     @property
     def is_ticking(self) -> bool:
@@ -251,9 +259,7 @@ class Engine:
         while not self.was_ready:
             if self.death.done():
                 raise EngineDown(self.death.result())
-            waiter = self._loop.create_future()
-            self._state_waiters.append(waiter)
-            await waiter
+            await self._change()
 
     def close(self, reason: str = "the server is shutting down") -> None:
         """End open requests and leave the channel. The planner itself is its owner's to stop."""
@@ -276,13 +282,19 @@ class Engine:
         for done in self._flushes.values():
             if not done.done():
                 done.set_exception(EngineDown(reason))
-        self._wake_state_waiters()
+        self._wake_waiters()
 
-    def _wake_state_waiters(self) -> None:
-        for waiter in self._state_waiters:
+    async def _change(self) -> None:
+        """Until the engine's state is another, or a sequence has ended."""
+        waiter = self._loop.create_future()
+        self._waiters.append(waiter)
+        await waiter
+
+    def _wake_waiters(self) -> None:
+        for waiter in self._waiters:
             if not waiter.done():
                 waiter.set_result(None)
-        self._state_waiters.clear()
+        self._waiters.clear()
 
     def _tick(self) -> None:
         self._timer = self._loop.call_later(TICK_S, self._tick)
@@ -365,7 +377,7 @@ class Engine:
             self._observer.on_snapshot(snapshot, self.report)
         if snapshot.state is GridState.READY and not self.was_ready:
             self.was_ready = True
-            self._wake_state_waiters()
+            self._wake_waiters()
         elif snapshot.state is GridState.FAILED:
             self._die(snapshot.detail or "the engine failed")
 
@@ -375,6 +387,7 @@ class Engine:
             return
         if output.finish is not None:
             del self._open[output.request_id]
+            self._wake_waiters()
         if self._observer is not None:
             self._observer.on_output(sequence.submitted_at, sequence.last_token_at, sequence.prompt_tokens, output)
         self._record(sequence, output)

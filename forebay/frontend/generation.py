@@ -14,6 +14,7 @@ from forebay.frontend.engine import Call, Engine
 from forebay.frontend.prompts import Prompt, PromptTooLong
 from forebay.frontend.seeds import SeedCounter, derive_seed
 from forebay.frontend.sequence import Delta, Detokenizer, Finish, Position, Sequence
+from forebay.settings import Settings
 
 Event = tuple[int, Delta]
 DetokenizerFactory = Callable[[bool], Detokenizer]  # takes ``skip_special``
@@ -62,6 +63,17 @@ def fit_max_tokens(asked: int | None, default: int | None, prompt_tokens: int, m
     if prompt_tokens >= room:
         raise PromptTooLong(f"the prompt has {prompt_tokens} tokens; at most {room - 1} fit; shorten it")
     return room - prompt_tokens if default is None else min(default, room - prompt_tokens)
+
+
+def sequence_places(settings: Settings) -> int:
+    """Sequences that the planner has room for, running and waiting."""
+    return settings.max_running + settings.max_waiting
+
+
+def check_sequences(prompts: int, n: int, places: int) -> None:
+    """Raises ``ValueError`` for more sequences at once than there can ever be room for."""
+    if prompts * n > places:
+        raise ValueError(f"{prompts} prompt(s) with n = {n} are {prompts * n} sequences; at most {places} can run or wait")
 
 
 def check_token_ids(params: SamplingParams, vocab_size: int) -> None:

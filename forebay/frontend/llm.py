@@ -16,9 +16,20 @@ from typing import Any, TypeVar
 
 import uvloop
 
-from forebay.core.sampling import MAX_N, SamplingParams
-from forebay.frontend.engine import Engine, Planner
-from forebay.frontend.generation import Event, Generation, Result, Work, check_token_ids, collect, fit_max_tokens, room_tokens
+from forebay.core.sampling import SamplingParams
+from forebay.frontend.engine import MAX_UNSENT_FRAMES, Engine, Planner
+from forebay.frontend.generation import (
+    Event,
+    Generation,
+    Result,
+    Work,
+    check_sequences,
+    check_token_ids,
+    collect,
+    fit_max_tokens,
+    room_tokens,
+    sequence_places,
+)
 from forebay.frontend.later import refuse_later
 from forebay.frontend.model import ServedModel, load_served_model
 from forebay.frontend.prompts import Prompt, PromptEncoder
@@ -108,8 +119,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Continue text, token ids, or several of either; one result for each prompt, in order.
 
-        ``sampling_params``: for all prompts, or one for each. Raises ``PromptError`` for a prompt that cannot be served and
-        ``GenerationError`` if the engine gives up.
+        ``sampling_params``: for all prompts, or one for each. Raises ``PromptError`` for a prompt that cannot be served, ``ValueError``
+        for parameters that cannot, and ``GenerationError`` if the engine gives up.
         """
         inputs = _as_list(prompts)
         return self._host.call(self._host.run_all(inputs, _for_each(sampling_params, len(inputs))))
@@ -203,18 +214,21 @@ class _Host:
         self.seeds = SeedCounter(self.settings.seed)
         self._engine = Engine(self._planner)
         await self._engine.wait_ready()
-        # More at once than may wait would be refused by the planner.
-        self._places = asyncio.Semaphore(max(MAX_N, self.settings.max_waiting))
+        self._places = min(sequence_places(self.settings), MAX_UNSENT_FRAMES)
         self._entry = asyncio.Lock()
 
     async def submit(self, prompt: PromptInput, params: SamplingParams) -> Generation:
+        """Once there is room: who comes first goes first, so that a few large requests do not wait for ever."""
         assert self._engine is not None
+        check_sequences(1, params.n, self._places)
         ready = await self._prompt(prompt)
         check_token_ids(params, self.model.vocab_size)
         room = room_tokens(self.model.max_context, self._engine.snapshot, self.settings.page_size)
         limit = fit_max_tokens(params.max_tokens, None, len(ready.tokens), self.model.max_context, room)
         work = Work(f"llm-{secrets.token_hex(12)}", (ready,), (limit,), params)
-        return Generation(self._engine, work, self.model.eos, self.seeds, self.model.detokenizer)
+        async with self._entry:
+            await self._engine.wait_room(params.n, self._places)
+            return Generation(self._engine, work, self.model.eos, self.seeds, self.model.detokenizer)
 
     async def run_all(self, prompts: Sequence[PromptInput], params: Sequence[SamplingParams]) -> list[RequestOutput]:
         tasks = [asyncio.ensure_future(self._run(prompt, own)) for prompt, own in zip(prompts, params, strict=True)]
@@ -254,15 +268,8 @@ class _Host:
             self._planner.stop(STOP_S)
 
     async def _run(self, prompt: PromptInput, params: SamplingParams) -> RequestOutput:
-        async with self._entry:  # one at a time, so that two with n > 1 never hold each other's places
-            for _ in range(params.n):
-                await self._places.acquire()
-        try:
-            with await self.submit(prompt, params) as generation:
-                results = await collect(generation)
-        finally:
-            for _ in range(params.n):
-                self._places.release()
+        with await self.submit(prompt, params) as generation:
+            results = await collect(generation)
         cached = generation.cached
         ready = generation.work.prompts[0]
         return RequestOutput(

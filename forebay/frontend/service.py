@@ -9,7 +9,15 @@ from forebay.core.messages import Snapshot
 from forebay.core.sampling import SamplingParams
 from forebay.frontend.engine import Engine
 from forebay.frontend.errors import ApiError
-from forebay.frontend.generation import Generation, Work, check_token_ids, fit_max_tokens, room_tokens
+from forebay.frontend.generation import (
+    Generation,
+    Work,
+    check_sequences,
+    check_token_ids,
+    fit_max_tokens,
+    room_tokens,
+    sequence_places,
+)
 from forebay.frontend.limits import body_limit
 from forebay.frontend.model import ServedModel
 from forebay.frontend.prompts import Prompt, PromptEncoder
@@ -64,12 +72,10 @@ class Service:
         if params.min_tokens > min(limits):
             message = f"min_tokens is {params.min_tokens}; at most {min(limits)} tokens are generated here"
             raise ApiError(400, message, "min_tokens", "invalid_value")
-        places = self.settings.max_running + self.settings.max_waiting
-        if len(prompts) * params.n > places:
-            message = (
-                f"{len(prompts)} prompts with n = {params.n} are {len(prompts) * params.n} sequences; at most {places} can run or wait"
-            )
-            raise ApiError(400, message, "n", "invalid_value")
+        try:
+            check_sequences(len(prompts), params.n, sequence_places(self.settings))
+        except ValueError as error:
+            raise ApiError(400, str(error), "n", "invalid_value") from None
         work = Work(
             request_id=f"{prefix}-{secrets.token_hex(12)}",
             prompts=tuple(prompts),

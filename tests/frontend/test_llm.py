@@ -14,7 +14,9 @@ from forebay.frontend.prompts import PromptError
 from forebay.settings import SettingsError
 from tests.frontend.tiny_text import CONTEXT, write_random_weights, write_text_model
 
-SETTINGS = {"pp": 2, "page_size": 8, "device_memory": "4MiB", "threads_per_rank": 1}
+# Few places, so that whatever runs here meets their end.
+SETTINGS = {"pp": 2, "page_size": 8, "device_memory": "4MiB", "threads_per_rank": 1, "max_running": 1, "max_waiting": 3}
+PLACES = 4
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 
 
@@ -85,6 +87,30 @@ def test_it_works_inside_a_running_event_loop(llm: LLM) -> None:
         return len(llm.generate("x", GREEDY))
 
     assert asyncio.run(inside()) == 1
+
+
+def test_any_number_of_prompts_waits_for_the_few_places_there_are(llm: LLM) -> None:
+    prompts = [f"prompt {number}" for number in range(3 * PLACES)]
+    results = llm.generate(prompts, [GREEDY.replace(n=1 + number % PLACES) for number in range(len(prompts))])
+    assert [(result.prompt, len(result.outputs)) for result in results] == [
+        (prompt, 1 + number % PLACES) for number, prompt in enumerate(prompts)
+    ]
+
+
+def test_streams_share_the_places_with_everybody(llm: LLM) -> None:
+    """Also streams that nobody reads on meanwhile: their sequences come to their end, and their places are free then."""
+    streams = [llm.stream("x", GREEDY) for _ in range(2 * PLACES)]
+    first = [next(stream) for stream in streams]
+    assert llm.generate(["x"] * PLACES, GREEDY)
+    texts = [piece + "".join(stream) for piece, stream in zip(first, streams, strict=True)]
+    assert len(set(texts)) == 1
+
+
+def test_more_choices_than_there_are_places_are_refused_in_words(llm: LLM) -> None:
+    assert len(llm.generate("x", GREEDY.replace(n=PLACES))[0].outputs) == PLACES
+    with pytest.raises(ValueError, match="with n = 5 are 5 sequences; at most 4 can run or wait"):
+        llm.generate("x", GREEDY.replace(n=PLACES + 1))
+    assert llm.generate("x", GREEDY)
 
 
 def test_what_cannot_be_served_is_refused_and_the_engine_lives_on(llm: LLM) -> None:
