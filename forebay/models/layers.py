@@ -2,8 +2,8 @@
 
     layer:  x + o(attend(rope(qkv(norm(x)))))  ->  x + down(silu(gate(norm(x))) * up(norm(x)))
 
-Under tensor parallelism a rank holds some heads and some intermediate rows; rank 0 alone adds the residual, so one
-all-reduce after `o` and one after `down` give every rank the whole sum.
+Under tensor parallelism a rank holds some heads and some intermediate rows; rank 0 alone adds the residual, so one sum over the
+ranks after `o` and one after `down` give every rank the whole.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from forebay.models.batch import StageBatch
 from forebay.models.config import ModelConfig
 from forebay.models.kv import KVPool
 from forebay.models.linear import Linear
+from forebay.models.rank_sum import sum_over_ranks
 from forebay.models.rope import RopeTable, rotate
 from forebay.models.shard import Shard
 
@@ -166,8 +167,7 @@ class TorchLayers:
         if tp_group is None:
             return linear.plus(x, residual)
         partial = linear.plus(x, residual) if self._shard.tp_rank == 0 else linear(x)
-        dist.all_reduce(partial, group=tp_group)
-        return partial
+        return sum_over_ranks(partial, tp_group)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

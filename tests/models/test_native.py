@@ -185,7 +185,7 @@ def test_a_row_depends_on_nothing_but_what_it_attends_to(dtype: torch.dtype, for
     assert torch.equal(expected, in_chunks([16, 1, 1, 32, 20], 1, beside=True))
 
 
-def test_two_halves_with_an_all_reduce_between_are_a_layer() -> None:
+def test_two_halves_with_a_sum_over_ranks_between_are_a_layer() -> None:
     """What tensor parallelism calls, in a group of one rank."""
     config = make_config(2, 2, 16, 48, 80, flags=True)
     layers, pool = make_layers(NativeLayers, config, torch.float32, 1), make_pool(config, torch.float32, 16, "auto")

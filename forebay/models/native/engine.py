@@ -24,6 +24,7 @@ from forebay.models.config import ModelConfig
 from forebay.models.kv import KVPool
 from forebay.models.layers import Head, LayerWeights, Matrix
 from forebay.models.native.build import NoKernels, library
+from forebay.models.rank_sum import sum_over_ranks
 from forebay.models.rope import RopeTable
 from forebay.models.shard import Shard
 
@@ -136,8 +137,7 @@ class NativeLayers:
             partial = torch.empty_like(hidden)
             where = (pages, byref(batch)) if half is self._library.forebay_attention else (byref(batch),)
             self._check(half(self._engine, layer, *where, _at(hidden), _at(partial), adds))
-            dist.all_reduce(partial, group=tp_group)
-            hidden = partial
+            hidden = sum_over_ranks(partial, tp_group)
         return hidden
 
     def _use(self, kv: KVPool) -> None:
