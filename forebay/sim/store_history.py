@@ -212,6 +212,7 @@ class StoreHistory:
         self._overlapped: set[int] = set()  # those that were under way together with another of their key
         self._leases: dict[bytes, float] = {}
         self._durable: set[LogKey] = set()
+        self._unheard: set[LogKey] = set()  # of those, what the master has yet to hear of
         self._over_puts: list[tuple[bytes, int]] = []
         self._over = False
         self.holders = [
@@ -258,6 +259,7 @@ class StoreHistory:
         self.report.steps += 1
         self.report.cells.update(cells_of(master, self.heap.now, event, TENANT))
         self._excuse(master, event)
+        unlogged = master.state.counters.get("evicted_unlogged", 0)
         for effect in master.step(self.heap.now, event):
             peer = self._peers.get(effect.session)
             if peer is None:
@@ -269,6 +271,8 @@ class StoreHistory:
         check(master.state)
         self._check_leases(master)
         self._note_durable(master, event)
+        if master.state.counters.get("evicted_unlogged", 0) > unlogged:
+            self._note_evicted(master)
         if self._armed:
             self._strike_armed()
 
@@ -681,6 +685,17 @@ class StoreHistory:
             of_this_put = found is not None and found.generation == place[2]
             if found is not None and of_this_put and any(one.holder.register.name == holder.name for one in found.memory):
                 self._durable.add(place)
+                self._unheard.add(place)
+
+    def _note_evicted(self, master: Master) -> None:
+        """While its SSD fails a holder's memory may be evicted though it is on its way to the log. A record that got there after all, and
+        of which the master has not heard, goes with it."""
+        tenant = master.state.tenant(TENANT)
+        pending = {put.object.generation for put in tenant.pending.values()}
+        known = pending | {found.generation for found in tenant.objects.values()}
+        gone = {place for place in self._unheard if place[2] not in known}
+        self._durable -= gone
+        self._unheard -= gone
 
     def _note_durable(self, master: Master, event: Event) -> None:
         """A record that its master has taken in: before, nothing was promised of it."""
@@ -693,6 +708,7 @@ class StoreHistory:
                         put is not None and put.object.generation == entry.generation and put.persisted
                     ):
                         self._durable.add((TENANT, entry.key, entry.generation))
+                        self._unheard.discard((TENANT, entry.key, entry.generation))
 
     def _check_leases(self, master: Master) -> None:
         for tenant in master.state.tenants.values():
@@ -721,6 +737,10 @@ class StoreHistory:
         self._check_found(listed)
         for holder in self.holders:
             self._check_throttle(holder)
+            for _, key, generation in holder.log:
+                known = listed.get(key)
+                copies = () if known is None or known.generation != generation else known.ssd
+                assert any(copy.holder.register.name == holder.name for copy in copies), f"{key!r} would come back from {holder.name}"
 
     def _check_found(self, listed: Container[bytes]) -> None:
         """What was acknowledged, and durable as the master knew, is found, but for records whose file was evicted."""

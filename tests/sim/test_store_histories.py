@@ -59,6 +59,11 @@ def test_a_large_campaign_meets_every_reachable_cell() -> None:
     assert not run_store_campaign(0, ENOUGH_STORE_HISTORIES, preset=Preset.STORM).never
 
 
+def test_what_is_evicted_while_its_disk_fails_was_not_promised() -> None:
+    """Kept: a record got into a log while the master, told that the disk fails, evicted its object. The checker had promised it."""
+    run_store_history(502149, Preset.STORM)
+
+
 def test_one_seed_is_one_history() -> None:
     assert run_store_history(3) == run_store_history(3)
 
