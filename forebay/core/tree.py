@@ -202,7 +202,7 @@ class PrefixTree:
         return page
 
     def _offer(self, node: Node, tier: Tier) -> None:
-        if not self._evictable(node, tier):
+        if node.pins[tier] or node.pages[tier] == NONE or not self._evictable(node, tier):  # most are pinned, or not there
             return
         heap = self._candidates[tier]
         self._serial += 1

@@ -223,7 +223,12 @@ def _in_turn(state: State, holders: list[Holder]) -> list[Holder]:
         return holders
     first, high = state.turn % len(holders), state.config.high_watermark
     turned = holders[first:] + holders[:first]
-    turned.sort(key=lambda holder: (holder.used > high * holder.extents.capacity, holder.in_flight_bytes // (64 << 20)))
+
+    def urgency(holder: Holder) -> tuple[bool, int]:
+        extents = holder.extents
+        return extents.capacity - extents.free_bytes > high * extents.capacity, holder.in_flight_bytes // (64 << 20)
+
+    turned.sort(key=urgency)
     return turned
 
 
