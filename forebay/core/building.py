@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 from forebay.core.admission import take_back_ready
 from forebay.core.digest import PlanDigest
+from forebay.core.hashing import TOKEN_BYTES
 from forebay.core.messages import Backup, Copy, Opening, Piece, Plan, Remap
 from forebay.core.pace import PASS_WORK, work_of
 from forebay.core.page_cache import PageCache
@@ -73,7 +74,7 @@ def build_plan(replica: Replica, epoch: int, now: float) -> Plan | None:
 
 
 def _add_decodes(replica: Replica, draft: _Draft) -> None:
-    decoding = sum(not request.prefilling for request in replica.running)
+    decoding = len([request for request in replica.running if not request.prefilling])
     quota = -(-decoding // replica.config.pp)
     while quota and replica.decodes:
         request = replica.decodes[0]
@@ -159,7 +160,9 @@ def _add_piece(replica: Replica, draft: _Draft, request: Request, count: int) ->
     start = request.computed
     stop = start + count
     nodes = len(request.nodes)
-    sample = stop == request.length
+    packed = request.packed
+    sample = stop == len(packed) // TOKEN_BYTES
+    tokens = bytes(packed[start * TOKEN_BYTES : stop * TOKEN_BYTES])
     if not request.sent:
         draft.openings.append(_opening(request, start))
     if request.remaps:
@@ -167,7 +170,7 @@ def _add_piece(replica: Replica, draft: _Draft, request: Request, count: int) ->
         request.remaps.clear()
     covered = -(-stop // page_size)
     pages = tuple(request.table[request.sent : covered]) if covered > request.sent else ()
-    draft.pieces.append(Piece(request.slot, start, request.tokens(start, stop), pages, max(start, nodes * page_size), sample))
+    draft.pieces.append(Piece(request.slot, start, tokens, pages, max(start, nodes * page_size), sample))
     draft.work += work_of(count, start)
     draft.tokens += count
     draft.requests.append(request)

@@ -135,7 +135,7 @@ class Request:
 
     @property
     def emitted(self) -> int:
-        return self.length - self.prompt_tokens
+        return len(self.packed) // TOKEN_BYTES - self.prompt_tokens
 
     @property
     def remaining(self) -> int:
@@ -178,7 +178,7 @@ class Request:
         if token in self.params.stop_token_ids or (token in self.eos and not self.params.ignore_eos):
             return FinishReason.STOP
         assert self.params.max_tokens is not None
-        length = self.length
+        length = len(self.packed) // TOKEN_BYTES
         if length - self.prompt_tokens >= self.params.max_tokens or length >= max_context:
             return FinishReason.LENGTH
         return None

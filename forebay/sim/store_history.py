@@ -688,8 +688,8 @@ class StoreHistory:
                 self._unheard.add(place)
 
     def _note_evicted(self, master: Master) -> None:
-        """While its SSD fails a holder's memory may be evicted though it is on its way to the log. A record that got there after all, and
-        of which the master has not heard, goes with it."""
+        """While its SSD fails a holder's memory may be evicted though it is on its way to the log. A record that got there after all,
+        and of which the master has not heard, goes with it."""
         tenant = master.state.tenant(TENANT)
         pending = {put.object.generation for put in tenant.pending.values()}
         known = pending | {found.generation for found in tenant.objects.values()}

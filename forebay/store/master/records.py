@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import IntEnum
 
+from msgspec import Struct
+
 from forebay.store.backend import Status
 from forebay.store.master.extents import Extents, footprint
 from forebay.store.master.sketch import CountMinSketch
@@ -318,8 +320,7 @@ class Session:
     puts: dict[tuple[bytes, int], Put] = field(default_factory=dict)  # by (key, generation)
 
 
-@dataclass(frozen=True, slots=True)
-class Send:
+class Send(Struct, frozen=True):
     """Effect: this message to this connection, after all earlier effects for it."""
 
     session: int

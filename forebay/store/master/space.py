@@ -149,7 +149,8 @@ def evict_tenant(state: State, now: float, tenant_name: str, excess: int) -> int
 
 
 def _evict_to(state: State, now: float, holder: Holder, target: int) -> None:
-    while holder.used > max(0, target) and _evict_one(state, now, holder):
+    extents, target = holder.extents, max(0, target)
+    while extents.capacity - extents.free_bytes > target and _evict_one(state, now, holder):
         pass
 
 
