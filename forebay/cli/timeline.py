@@ -44,4 +44,6 @@ def _read(path: Path) -> FlightRecord:
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}; give a flight record that `serve --timeline` or a lost rank has left") from None
     except ValueError as error:
+        if path.read_bytes()[:1] == b"{":
+            raise UserError(f"{path} is JSON, as of `GET /timeline`, so a trace already; open it in https://ui.perfetto.dev") from None
         raise UserError(f"{error}; give a flight record that `serve --timeline` or a lost rank has left") from None

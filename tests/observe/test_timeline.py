@@ -83,12 +83,14 @@ def test_the_command_merges_files_and_directories(tmp_path: Path, capsys: pytest
         (["{tmp}/nowhere.flight"], "No such file"),
         (["{tmp}"], "holds no flight record"),
         (["{tmp}/text"], "is not a flight record"),
+        (["{tmp}/trace"], "a trace already"),
         (["{tmp}/good", "-o", "{tmp}/no/such/place.json"], "cannot be written"),
         ([], "FILE"),
     ],
 )
 def test_what_cannot_be_merged_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], says: str) -> None:
     (tmp_path / "text").write_text("hello")
+    (tmp_path / "trace").write_text('{"traceEvents": []}')
     save_timeline(filled_rings(), tmp_path / "elsewhere", "x").rename(tmp_path / "good")
     assert run(["timeline", *(argument.format(tmp=tmp_path) for argument in arguments)]) == 2
     error = capsys.readouterr().err
