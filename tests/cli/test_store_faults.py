@@ -19,9 +19,7 @@ import pytest
 
 from forebay.runtime.boot import set_death_signal
 from forebay.store import StoreClient
-from forebay.store.breaker import PAUSE_MAX_S
 from tests.cli.test_served_model import DEADLINE_S, FOREBAY, OPTIONS, Served
-from tests.frontend.served import until
 from tests.frontend.tiny_text import write_random_weights, write_text_model
 from tests.store.store_cluster import wait_for
 from tests.store.store_process import Process, farm
@@ -58,6 +56,11 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
         if served.process.poll() is None:
             served.process.terminate()
             served.process.wait(DEADLINE_S)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """As long as a server may take that starts ranks, or asks its store again, on a busy machine."""
+    wait_for(condition, DEADLINE_S)
 
 
 def prompt(name: str) -> str:
@@ -282,7 +285,7 @@ def test_a_store_that_stands_still_dies_and_comes_back_costs_pages_and_never_the
     check_baseline(served)
     with farm(tmp_path) as made:
         made.processes.append(up.again())
-        wait_for(lambda: state(served) == "closed", PAUSE_MAX_S + DEADLINE_S, "a store that was away for long is probed that seldom")
+        until(lambda: state(served) == "closed")
         until(lambda: is_warm(served, three, texts[three]))
         check_baseline(served)
         served.process.send_signal(signal.SIGTERM)
