@@ -1,10 +1,11 @@
 """One client's HTTP connection: uvicorn's protocol within bounds, and errors before there is a request in the API's own form.
 
     connected --> head (`HEAD_S`, `HEAD_BYTES_MAX`) --> body (`limits.read_body`) --> response --> idle (`IDLE_S`) --> head ...
-                    '-- too slow: 408    too large: 431    no HTTP: 400 --> half closed, `LINGER_S`, closed
+                    '-- too slow: 408    too large: 431    no HTTP: 400 --> half closed, `IDLE_S`, closed
 
-A body that nobody reads any more, since the answer did not need it, has the idle time to come to its end. A client that takes nothing
-of what is sent to it is left to the kernel (`server.listen`).
+A body that nobody reads any more, since the answer did not need it, has the idle time to come to its end, also where the answer is
+the last of its connection: closing with bytes unread would reset the connection, and take the answer with it. A client that takes
+nothing of what is sent to it is left to the kernel (`server.listen`).
 """
 
 import asyncio
@@ -17,8 +18,6 @@ from forebay.frontend.errors import ApiError
 HEAD_BYTES_MAX = 64 << 10
 HEAD_S = 10.0
 IDLE_S = 5
-# Closing at once with bytes unread would reset the connection, and take the answer with it.
-LINGER_S = 1.0
 
 
 class Connection(HttpToolsProtocol):
@@ -60,6 +59,7 @@ class Connection(HttpToolsProtocol):
             self._refuse_head()
         else:
             super().on_headers_complete()
+            self.cycle.transport = _AnswerTransport(self)
 
     def on_body(self, body: bytes) -> None:
         if not self._is_refused:
@@ -69,6 +69,14 @@ class Connection(HttpToolsProtocol):
         if not self._is_refused:
             super().on_message_complete()
             self._in_head, self._head_bytes = True, 0
+
+    def end_answer(self) -> None:
+        """The last answer of this connection is given, or cannot be. What still comes of a body is dropped."""
+        if self._in_head or not self.cycle.response_complete or self.transport.is_closing():
+            self.transport.close()
+        else:  # from here on the idle time runs
+            self._is_refused = True
+            self.transport.write_eof()
 
     def send_400_response(self, msg: str) -> None:
         self._refuse(400, "what was sent is not valid HTTP/1.1")
@@ -118,4 +126,22 @@ class Connection(HttpToolsProtocol):
         lines = [b"content-type: application/json", b"content-length: %d" % len(body), b"connection: close"]
         self.transport.write(STATUS_LINE[http.HTTPStatus(status)] + b"\r\n".join(lines) + b"\r\n\r\n" + body)
         self.transport.write_eof()
-        self.loop.call_later(LINGER_S, self.transport.close)
+        self.flow.resume_reading()
+        self.loop.call_later(IDLE_S, self.transport.close)
+
+
+class _AnswerTransport(asyncio.Transport):
+    """What an answer is written to: its connection, which knows better when to close."""
+
+    def __init__(self, connection: Connection) -> None:
+        super().__init__()
+        self._connection = connection
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        self._connection.transport.write(data)
+
+    def is_closing(self) -> bool:
+        return self._connection.transport.is_closing()
+
+    def close(self) -> None:
+        self._connection.end_answer()

@@ -1,7 +1,6 @@
 """Bounds on what a request may bring, and reading a body within them."""
 
 import asyncio
-import contextlib
 from collections.abc import AsyncGenerator
 
 from starlette.requests import Request
@@ -14,7 +13,6 @@ MIN_BODY_BYTES = 1 << 20
 BYTES_PER_CONTEXT_TOKEN = 256
 MAX_PROMPTS = 128
 BODY_TIMEOUT_S = 60.0
-DRAIN_TIMEOUT_S = 2.0
 
 
 def body_limit(max_context: int) -> int:
@@ -23,20 +21,19 @@ def body_limit(max_context: int) -> int:
 
 
 async def read_body(request: Request, bytes_max: int) -> bytes:
-    """The whole body. Raises ``ApiError``: 413 above ``bytes_max``, whether or not its length was announced, 408 if it stalls."""
-    parts = _parts(request.receive)
+    """The whole body. Raises ``ApiError``: 413 above ``bytes_max``, whether or not its length was announced, 408 if it stalls.
+
+    The rest of what is refused is the connection's to drop.
+    """
     announced = request.headers.get("content-length", "")
     if announced.isdecimal() and int(announced) > bytes_max:
-        if request.headers.get("expect", "").lower() != "100-continue":
-            await _drain(parts, bytes_max)
         raise _too_large(f"{announced} bytes", bytes_max)
     body = bytearray()
     try:
         async with asyncio.timeout(BODY_TIMEOUT_S):
-            async for part in parts:
+            async for part in _parts(request.receive):
                 body += part
                 if len(body) > bytes_max:
-                    await _drain(parts, bytes_max)
                     raise _too_large(f"more than {bytes_max} bytes", bytes_max)
     except TimeoutError:
         message = f"the body did not arrive within {BODY_TIMEOUT_S:.0f} s"
@@ -54,17 +51,6 @@ async def _parts(receive: Receive) -> AsyncGenerator[bytes, None]:
             yield body
         if not message.get("more_body", False):
             return
-
-
-async def _drain(parts: AsyncGenerator[bytes, None], bytes_max: int) -> None:
-    """Read on for a moment: a client that is still sending would see its connection reset instead of the answer."""
-    drained = 0
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(DRAIN_TIMEOUT_S):
-            async for part in parts:
-                drained += len(part)
-                if drained > bytes_max:
-                    return
 
 
 def _too_large(got: str, bytes_max: int) -> ApiError:

@@ -3,6 +3,7 @@
 import json
 import select
 import socket
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,14 +11,21 @@ import pytest
 from forebay.frontend import connection, limits
 from forebay.frontend import server as server_module
 from forebay.frontend.connection import HEAD_BYTES_MAX
+from forebay.settings import Settings
 from tests.frontend.fake_planner import DEADLINE_S
-from tests.frontend.served import Server, says
+from tests.frontend.served import Server, says, wait_ready
 
+LARGE = 40 << 20
 HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\n"
 
 
 def connect(server: Server) -> socket.socket:
     return socket.create_connection(("127.0.0.1", server.port), DEADLINE_S)
+
+
+@pytest.fixture(scope="module")
+def keyed_server(start_server: Callable[..., Server]) -> Server:
+    return wait_ready(start_server(Settings(api_key="a key")))
 
 
 def read_to_end(client: socket.socket) -> bytes:
@@ -123,6 +131,35 @@ def test_a_body_that_does_not_come_to_its_end(server: Server, monkeypatch: pytes
     with connect(server) as client:
         client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\n{")
         assert b" 408 " in trickle(client, b" ").splitlines()[0]
+
+
+@pytest.mark.parametrize("more", [b"", b"Connection: close\r\n"], ids=["kept", "closed"])
+@pytest.mark.parametrize("length", [b"Content-Length: %d" % LARGE, b"Transfer-Encoding: chunked"], ids=["announced", "not announced"])
+def test_a_body_far_above_the_limit_gets_its_answer(server: Server, length: bytes, more: bytes) -> None:
+    with connect(server) as client:
+        client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n" + more + length + b"\r\n\r\n")
+        client.sendall(b"%x\r\n" % LARGE if b"chunked" in length else b"")
+        client.sendall(bytes(LARGE))
+        assert "bytes" in error_of(read_to_end(client), 413)["message"]
+
+
+@pytest.mark.parametrize("method", [b"POST", b"DELETE"], ids=["no key", "no such method"])
+def test_a_large_body_does_not_hide_another_refusal(keyed_server: Server, method: bytes) -> None:
+    with connect(keyed_server) as client:
+        path = b"/v1/completions" if method == b"POST" else b"/health"
+        head = b"%s %s HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % (method, path, LARGE)
+        client.sendall(head + bytes(LARGE))
+        error_of(read_to_end(client), 401 if method == b"POST" else 405)
+
+
+def test_a_body_that_goes_on_and_on_after_its_refusal(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "IDLE_S", 0.3)
+    with connect(server) as client:
+        client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99999999999\r\n\r\n")
+        error_of(read_to_end(client), 413)  # half closed
+        with pytest.raises(ConnectionError):
+            while True:
+                client.sendall(bytes(1 << 16))
 
 
 def test_a_body_that_nobody_reads_has_the_idle_time_to_end(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
