@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from forebay.store import Status, StoreClient
+from forebay.store.client import own_reads as own_reads_module
 from forebay.store.client.gets import Want
 from forebay.store.client.own_reads import OwnRead
 from forebay.store.crc import crc32c
@@ -29,6 +30,7 @@ from tests.store.store_cluster import Cluster, cluster, wait_for
 from tests.store.store_process import farm
 from tests.store.store_traffic import all_usable
 
+pytestmark = pytest.mark.skipif(own_reads_module._reader() is None, reason="no compiler, or a kernel without such reads")
 TENANT = "t"
 HOLDER = 3
 MIB = 1 << 20
@@ -179,7 +181,7 @@ class OwnReadTwin(RuleBasedStateMachine):
         assert self.desk.read(key, generation, len(value)) in (None, value)
 
 
-@pytest.mark.skipif(not hasattr(os, "O_DIRECT"), reason="no O_DIRECT")
+@pytest.mark.skipif(not Directory(Path.cwd()).direct, reason="a file system without O_DIRECT")
 class TestOwnReadTwin(OwnReadTwin.TestCase):
     settings = settings(max_examples=20, stateful_step_count=30, deadline=None)
 
@@ -249,6 +251,8 @@ def test_what_was_removed_replaced_or_promoted_is_not_read_from_where_it_lay(sma
 
 def test_readers_beside_removals_replacements_evicted_files_and_a_killed_holder(tmp_path: Path) -> None:
     """Values change their length, so a put replaces; what a reader gets is one that was put and not replaced before it asked."""
+    if not Directory(tmp_path).direct:
+        pytest.skip("a file system without O_DIRECT")
     keys = [b"key-%d" % number for number in range(100)]
     number = {key: 0 for key in keys}  # of the newest put that was acknowledged
     begun = dict(number)  # of the newest that may be
