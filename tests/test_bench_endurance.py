@@ -1,12 +1,13 @@
 """`forebay bench endurance`: what it calls growth, a short run of the whole, and that it finds a leak in a real server."""
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
 
 from forebay.bench import endurance
-from forebay.bench.endurance import MIB, Usage
+from forebay.bench.endurance import MIB, EnduranceError, Usage
 from forebay.cli.main import run
 from tests.frontend.tiny_text import write_random_weights, write_text_model
 
@@ -38,6 +39,26 @@ def test_what_is_flat_and_what_is_not(seen: Usage, said: str | None) -> None:
 def test_it_starts_a_server_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["bench", "endurance", "demo", "--port", "8000"]) == 2
     assert "--port is not for this bench" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("server", "said"),
+    [
+        ("exec sleep 1000", "was not ready within"),
+        ("while sleep 0.01; do echo starting; done", "was not ready within"),
+        ("exec true", "ended before it was ready"),
+    ],
+)
+def test_a_server_that_does_not_come_up_is_not_waited_for_longer(
+    server: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "python"
+    program.write_text(f"#!/bin/sh\n{server}\n")
+    program.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(program))
+    monkeypatch.setattr(endurance, "READY_S", 30.0 if "true" in server else 0.2)
+    with endurance.Server("demo", []) as started, pytest.raises(EnduranceError, match=said):
+        started.wait_ready()
 
 
 # Every process of the server reads this when it starts; the one that serves HTTP then loses 1 MiB and a descriptor a second.

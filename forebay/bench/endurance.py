@@ -16,6 +16,7 @@ have ever met, so the warm-up has crowds that all fetch at once.
 import contextlib
 import http.client
 import json
+import queue
 import random
 import signal
 import subprocess
@@ -120,6 +121,8 @@ class Server:
     def __init__(self, model: str, arguments: Sequence[str]) -> None:
         command = [sys.executable, "-m", "forebay.cli", "serve", model, "--host", "127.0.0.1", "--port", "0", *arguments]
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, preexec_fn=set_death_signal)
+        self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+        threading.Thread(target=self._read_lines, daemon=True).start()
         self.port = 0
         self.model = ""
         self.status: int | None = None
@@ -137,17 +140,27 @@ class Server:
 
     def wait_ready(self) -> None:
         """Raises ``EnduranceError`` if it ends, or is not ready in time."""
-        assert self._process.stdout is not None
         deadline = time.monotonic() + READY_S
-        for line in self._process.stdout:  # the server says two lines, then no more
+        while line := self._next_line(deadline):
             if "listening on" in line:
                 self.port = int(line.split(";")[0].rsplit(":", 1)[1])
             if "is ready on" in line:
                 self.model = self.get("/v1/models")["data"][0]["id"]
                 return
-            if time.monotonic() > deadline:
-                break
-        raise EnduranceError("the server did not come up; its lines above say why")
+        raise EnduranceError("the server ended before it was ready; its lines above say why")
+
+    def _next_line(self, deadline: float) -> str:
+        """Empty once the server has said its last. Raises ``EnduranceError`` at the deadline."""
+        try:
+            return self._lines.get(timeout=max(deadline - time.monotonic(), 0))
+        except queue.Empty:
+            raise EnduranceError(f"the server was not ready within {READY_S:.0f} s; its lines above say why") from None
+
+    def _read_lines(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self._lines.put(line)
+        self._lines.put("")
 
     def processes(self) -> list[tuple[str, psutil.Process]]:
         """Every process of the server by a name that stays."""
