@@ -12,6 +12,7 @@ import itertools
 import json
 import mmap
 import os
+import select
 import socket
 import statistics
 import subprocess
@@ -39,6 +40,7 @@ Peers = dict[tuple[str, str], Peer]  # by where and name
 WAIT_S = 120.0
 IN_FLIGHT = 4
 EXISTS_CALLS = 500
+START_S = 60.0
 SETTLE_S = 1.5  # the segment's pages are being mapped in the background meanwhile
 _UP = "from forebay.cli.store import app; app(prog_name='forebay store')"
 
@@ -85,7 +87,8 @@ def store_process(*args: str, query: str = "") -> Iterator[str]:
     child = subprocess.Popen(command, stdout=subprocess.PIPE)
     assert child.stdout is not None
     try:
-        line = child.stdout.readline()
+        ready, _, _ = select.select([child.stdout], [], [], START_S)
+        line = child.stdout.readline() if ready else b""
         if not line:
             raise BenchError("the store to be measured did not start")
         url = str(json.loads(line)["url"]) + query

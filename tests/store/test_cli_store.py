@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from forebay.cli.store import app
-from forebay.store import bench_peers
+from forebay.store import bench, bench_peers
 from tests.store.store_cluster import CERTIFICATE, KEY, wait_for
 from tests.store.store_process import Farm, Process, farm
 
@@ -171,3 +171,10 @@ def test_mooncake_gives_what_it_was_given() -> None:
             assert peer.exists([b"a", b"b"]) and not peer.exists([b"a", b"none"])
             peer.get([b"a", b"b"], buffers)
             assert all(np.array_equal(source, buffer) for buffer in buffers)
+
+
+def test_a_store_that_does_not_say_anything_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "_UP", "import time; time.sleep(1000)")
+    monkeypatch.setattr(bench, "START_S", 0.2)
+    with pytest.raises(bench.BenchError, match="did not start"), bench.store_process():
+        pass
