@@ -10,7 +10,6 @@ should not be shared (another salt, another KV dtype) never matches.
 import hashlib
 import struct
 
-HASH_BYTES = 32
 TOKEN_BYTES = 4
 
 
