@@ -44,9 +44,9 @@ def as_api_error(error: PromptError | EngineDown | GenerationError) -> ApiError:
     """The API's word for what prompts and engine refuse."""
     match error:
         case PromptTooLong():
-            return ApiError(400, str(error), "prompt", "context_length_exceeded")
+            return ApiError(400, str(error), error.field, "context_length_exceeded")
         case PromptError():
-            return ApiError(400, str(error), "prompt")
+            return ApiError(400, str(error), error.field)
         case GenerationError(reason=FinishReason.REJECTED_TOO_LONG):
             return ApiError(400, str(error), "prompt", "context_length_exceeded")
         case GenerationError(reason=FinishReason.REJECTED_FULL):

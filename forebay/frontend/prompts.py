@@ -29,7 +29,11 @@ class Tokenizer(Protocol):
 
 
 class PromptError(ValueError):
-    """A prompt that cannot be served; one line: what was given, what is allowed."""
+    """A prompt that cannot be served; one line: what was given, what is allowed. ``field``: of the request that it came in."""
+
+    def __init__(self, message: str, field: str = "prompt") -> None:
+        super().__init__(message)
+        self.field = field
 
 
 class PromptTooLong(PromptError):
@@ -73,28 +77,28 @@ class PromptEncoder:
     async def from_messages(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> Prompt:
         """Raises ``PromptError``, and whatever the chat template raises (`models.tokenizer.TemplateError`, `ModelError`)."""
         chars = sum(len(message["content"]) + MESSAGE_CHARS for message in messages)
-        self._check_chars(chars)
+        self._check_chars(chars, "messages")
 
         def encode() -> tuple[str, list[int]]:
             text = self.tokenizer.apply_chat_template(messages, add_generation_prompt)
             return text, self.tokenizer.encode(text, add_special=False)
 
         text, tokens = await self._off_loop(chars, encode)
-        return self._checked(tokens, text)
+        return self._checked(tokens, text, "messages")
 
     def from_tokens(self, tokens: list[int]) -> Prompt:
         """Raises ``PromptError``."""
         return self._checked(tokens, None)
 
-    def check_ids(self, tokens: Sequence[int], where: str) -> None:
+    def check_ids(self, tokens: Sequence[int], where: str, field: str = "prompt") -> None:
         """Raises ``PromptError`` if one is no token of the model."""
         if tokens and not (min(tokens) >= 0 and max(tokens) < self.vocab_size):
             bad = next(token for token in tokens if not 0 <= token < self.vocab_size)
-            raise PromptError(f"{where} has the token id {bad}; the model's ids are 0 to {self.vocab_size - 1}")
+            raise PromptError(f"{where} has the token id {bad}; the model's ids are 0 to {self.vocab_size - 1}", field)
 
     async def decode(self, tokens: Sequence[int]) -> str:
         """Raises ``PromptError`` for ids outside the vocabulary."""
-        self.check_ids(tokens, "tokens")
+        self.check_ids(tokens, "tokens", "tokens")
         return await self._off_loop(len(tokens), lambda: self.tokenizer.decode(tokens, skip_special=False))
 
     def close(self) -> None:
@@ -105,17 +109,17 @@ class PromptEncoder:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
-    def _check_chars(self, chars: int) -> None:
+    def _check_chars(self, chars: int, field: str = "prompt") -> None:
         if chars > self.max_context * MAX_CHARS_PER_TOKEN:
             limit = f"too many for a context of {self.max_context} tokens"
-            raise PromptTooLong(f"the prompt has {chars} characters, {limit}; shorten it")
+            raise PromptTooLong(f"the prompt has {chars} characters, {limit}; shorten it", field)
 
-    def _checked(self, tokens: list[int], text: str | None) -> Prompt:
+    def _checked(self, tokens: list[int], text: str | None, field: str = "prompt") -> Prompt:
         if not tokens:
-            raise PromptError("the prompt is empty; at least one token is needed")
+            raise PromptError("the prompt is empty; at least one token is needed", field)
         if len(tokens) >= self.max_context:
             limit = f"the context holds {self.max_context}, output included"
-            raise PromptTooLong(f"the prompt has {len(tokens)} tokens and {limit}; shorten it")
+            raise PromptTooLong(f"the prompt has {len(tokens)} tokens and {limit}; shorten it", field)
         # Also for text: a tokenizer may know more tokens than the model has embeddings for.
-        self.check_ids(tokens, "the prompt")
+        self.check_ids(tokens, "the prompt", field)
         return Prompt(tokens, text)

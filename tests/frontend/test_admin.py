@@ -50,7 +50,8 @@ def test_tokenize_and_detokenize_are_each_others_inverse(server: Server) -> None
     chat = server.post("/tokenize", messages=[{"role": "user", "content": "x"}]).json()
     assert bytes(chat["tokens"]) == b"<user>x\n<assistant>"
     assert server.post("/tokenize").status_code == 400
-    assert server.post("/detokenize", tokens=[10**6]).json()["error"]["message"].startswith("tokens has the token id 1000000")
+    error = server.post("/detokenize", tokens=[10**6]).json()["error"]
+    assert error["param"] == "tokens" and error["message"].startswith("tokens has the token id 1000000")
 
 
 def test_cache_and_flush(server: Server) -> None:

@@ -50,8 +50,11 @@ def test_a_prompt_over_the_context(server: Server, length: int) -> None:
 
 
 def test_a_conversation_over_the_context(server: Server) -> None:
-    messages = [{"role": "user", "content": "x" * CONTEXT}]
-    assert error_of(server.post("/v1/chat/completions", messages=messages))["code"] == "context_length_exceeded"
+    for chars in (CONTEXT, CONTEXT * 200):  # the second is not even tokenised
+        messages = [{"role": "user", "content": "x" * chars}]
+        for path in ("/v1/chat/completions", "/tokenize"):
+            error = error_of(server.post(path, messages=messages))
+            assert (error["code"], error["param"]) == ("context_length_exceeded", "messages")
 
 
 def test_prompt_and_max_tokens_together_over_the_context(server: Server) -> None:
