@@ -9,6 +9,8 @@ so nothing is cached by chance.
     hit_ttft     the same prompt again; a library's figure is its *cold* one, since it keeps nothing between calls
     decode       ms a token for ``batch`` sequences at a context of 512, prefill not counted
     throughput   ``batch`` prompts at once, ``tokens`` in (and 64 out where batch is 4): tokens in (or out) a second
+
+At the end the memory of each rank's process is set beside its weights and pages (`rank_memory`).
 """
 
 import contextlib
@@ -21,13 +23,14 @@ from typing import Any, Protocol
 
 import torch
 
+from forebay.bench.rank_memory import memory_rows
 from forebay.bench.token_ids import first_token_id
 from forebay.core.sampling import SamplingParams
 from forebay.frontend.llm import LLM
 from forebay.models.config import ModelConfig, load_config
 from forebay.models.resolve import ResolvedModel, resolve_model
 from forebay.runtime.launch import threads_per_rank
-from forebay.settings import DType, Settings
+from forebay.settings import Device, DType, Settings
 
 COLD_TOKENS = (512, 2048, 4096)
 HIT_TOKENS = 2048
@@ -104,11 +107,12 @@ def run(
             for case in cases:
                 say(f"round {number + 1} of {rounds}: {case.name}")
                 _take(case, number, ours, None if peer and case.peer_case and not peer.keeps_pages else other, samples[case.name])
+        memory = _memory(llm, resolved, config, settings)
     rows = [_row(case, samples) for case in cases]
     threads = _threads(settings)
     about = {"model": resolved.name, "pp": settings.pp, "tp": settings.tp, "threads": threads, "rounds": rounds}
     about |= {"peer": None if peer is None else peer.name, "dtype": _dtype(config, settings)}
-    return {"config": about, "floors": _floors(threads), "rows": rows}
+    return {"config": about, "floors": _floors(threads), "rows": rows, "memory": memory}
 
 
 def _take(case: Case, number: int, ours: Engine, other: Engine | None, into: _Samples) -> None:
@@ -132,6 +136,13 @@ def _context(config: ModelConfig, settings: Settings, peer: Peer | None) -> int:
 
 def _threads(settings: Settings) -> int:
     return settings.pp * settings.tp * threads_per_rank(settings)
+
+
+def _memory(llm: LLM, model: ResolvedModel, config: ModelConfig, settings: Settings) -> list[dict[str, Any]]:
+    """After all that was asked; of ranks on GPUs there is nothing to say here."""
+    if settings.device is not Device.CPU:
+        return []
+    return memory_rows(llm.planner_pid, llm.snapshot, model.path, getattr(torch, _dtype(config, settings)), settings)
 
 
 def _dtype(config: ModelConfig, settings: Settings) -> str:

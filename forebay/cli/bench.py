@@ -54,6 +54,10 @@ def run_bench_engine(
         table.add_row(row["what"], str(row["tokens"]), str(row["batch"]), f"{row['forebay']:.1f}", peer_text, ratio, row["unit"])
     console = Console()
     console.print(table)
+    for row in result["memory"]:
+        rss, weights, pools, over, most = (row[what] / 1e6 for what in ("rss", "weights", "pools", "over", "over_max"))
+        parts = f"{weights:.0f} MB weights, {pools:.0f} MB pages in use, {over:.0f} MB beside them"
+        console.print(f"rank {row['rank']}: {rss:.0f} MB resident: {parts} ({most:.0f} allowed)")
     console.print(f"floors: {floors['matmul_gflops']:.0f} GFLOP/s in bfloat16, {floors['memcpy_gib_s']:.1f} GiB/s of copies")
 
 

@@ -46,6 +46,8 @@ MAX_UNSENT_FRAMES = 10_000
 
 
 class PlannerProcess(Protocol):
+    @property
+    def pid(self) -> int: ...
     def poll(self) -> int | None: ...
 
 

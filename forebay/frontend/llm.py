@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import uvloop
 
+from forebay.core.messages import Snapshot
 from forebay.core.sampling import SamplingParams
 from forebay.frontend.engine import MAX_UNSENT_FRAMES, Engine, Planner
 from forebay.frontend.generation import (
@@ -165,6 +166,16 @@ class LLM:
         return self._host.call(self._host.flush(tiers, timeout_s))
 
     @property
+    def snapshot(self) -> Snapshot:
+        """The planner's last word: queues, pages, hits."""
+        return self._host.snapshot
+
+    @property
+    def planner_pid(self) -> int:
+        """The process whose children the ranks are."""
+        return self._host.planner_pid
+
+    @property
     def model_name(self) -> str:
         return self._host.model.name
 
@@ -204,6 +215,16 @@ class _Host:
         except BaseException:
             future.cancel()
             raise
+
+    @property
+    def snapshot(self) -> Snapshot:
+        assert self._engine is not None and self._engine.snapshot is not None
+        return self._engine.snapshot
+
+    @property
+    def planner_pid(self) -> int:
+        assert self._planner is not None
+        return self._planner.process.pid
 
     async def start(self) -> None:
         resolved = resolve_model(self.name)

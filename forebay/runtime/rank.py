@@ -76,7 +76,7 @@ class LoadedRank:
 
     @property
     def weight_bytes(self) -> int:
-        return _parameters(self.config, self.shard) * self.stage.dtype.itemsize
+        return shard_parameters(self.config, self.shard) * self.stage.dtype.itemsize
 
     def affordable_pages(self) -> int:
         """Pages that this rank's memory holds. Raises ``MemoryShortage`` if that is none."""
@@ -183,7 +183,7 @@ def _is_shortage(error: Exception) -> bool:
     return isinstance(error, MemoryError | OverflowError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
-def _parameters(config: ModelConfig, shard: Shard) -> int:
+def shard_parameters(config: ModelConfig, shard: Shard) -> int:
     """Numbers in a shard's weight matrices; norms and biases are too few to count."""
     heads, kv_heads = len(shard.heads(config)), len(shard.kv_heads(config))
     attention = config.hidden_size * config.head_dim * (2 * heads + 2 * kv_heads)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from forebay.bench.engine import Peer, run
+from forebay.bench.rank_memory import OVER_BYTES_MAX
 from forebay.cli.main import run as forebay
 from forebay.settings import resolve
 from tests.frontend.tiny_text import write_random_weights, write_text_model
@@ -21,6 +22,15 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+def check_memory(rows: list[dict[str, int]], ranks: int) -> None:
+    """A rank's bound: weights, pages in use, and 450 MB."""
+    assert [row["rank"] for row in rows] == list(range(ranks))
+    for row in rows:
+        assert min(row["weights"], row["pools"]) > 0
+        assert row["rss"] == row["weights"] + row["pools"] + row["over"]
+        assert 0 < row["over"] <= row["over_max"] == OVER_BYTES_MAX
+
+
 @pytest.mark.slow
 def test_the_document_has_a_row_for_each_figure_and_hits_are_cheaper_than_cold() -> None:
     result = run("demo", resolve({"pp": 2, "threads_per_rank": 1, "store": "none"}, environment={}), None, 1, print)
@@ -32,6 +42,8 @@ def test_the_document_has_a_row_for_each_figure_and_hits_are_cheaper_than_cold()
     assert all(row["forebay"] > 0 and row["peer"] is None for row in rows.values())
     assert rows["hit_ttft/2048x1"]["forebay"] < rows["cold_ttft/2048x1"]["forebay"]
     assert set(result["floors"]) == {"matmul_gflops", "memcpy_gib_s"}
+    check_memory(result["memory"], ranks=2)
+    assert all(row["weights"] > 100e6 and row["pools"] > 20e6 for row in result["memory"])
 
 
 def test_another_forebay_is_measured_in_the_same_rounds(model: Path) -> None:
@@ -43,6 +55,7 @@ def test_another_forebay_is_measured_in_the_same_rounds(model: Path) -> None:
     assert result["config"]["threads"] == len(os.sched_getaffinity(0))
     assert [len(samples) for samples in row["samples"].values()] == [2, 2]
     assert row["ratio"] == row["forebay"] / row["peer"]
+    check_memory(result["memory"], ranks=1)
 
 
 @pytest.mark.parametrize(
