@@ -7,6 +7,7 @@ from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
+from forebay.frontend.answer import answer
 from forebay.frontend.disconnect import run_while_connected
 from forebay.frontend.errors import ApiError
 from forebay.frontend.generation import Generation, collect
@@ -23,12 +24,10 @@ from forebay.frontend.responses import (
     ChatMessage,
     UsageBody,
     chat_logprobs,
-    json_body,
     usage_body,
 )
 from forebay.frontend.sequence import Delta, Position
 from forebay.frontend.service import Service
-from forebay.frontend.sse import stream
 from forebay.models.errors import ModelError
 from forebay.models.tokenizer import TemplateError
 
@@ -42,12 +41,7 @@ async def chat_completions(service: Service, request: Request) -> Response:
     service.require_ready()
     prompt = await run_while_connected(request.receive, conversation_prompt(service, asked.messages))
     generation = service.generate(asked, params, [prompt], None, "chatcmpl")
-    wording = _Wording(service, generation, with_usage)
-    if asked.stream:
-        return await stream(request, generation, wording)
-    with generation:
-        whole = await run_while_connected(request.receive, wording.whole())
-    return Response(json_body(whole), media_type="application/json")
+    return await answer(request, generation, _Wording(service, generation, with_usage), bool(asked.stream))
 
 
 async def conversation_prompt(service: Service, messages: list[Message], add_generation_prompt: bool = True) -> Prompt:

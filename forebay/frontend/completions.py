@@ -8,6 +8,7 @@ from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
+from forebay.frontend.answer import answer
 from forebay.frontend.disconnect import run_while_connected
 from forebay.frontend.errors import ApiError
 from forebay.frontend.generation import Generation, collect
@@ -20,12 +21,10 @@ from forebay.frontend.responses import (
     CompletionLogprobs,
     UsageBody,
     completion_logprobs,
-    json_body,
     usage_body,
 )
 from forebay.frontend.sequence import Delta, Position
 from forebay.frontend.service import Service
-from forebay.frontend.sse import stream
 
 T = TypeVar("T")
 
@@ -39,12 +38,7 @@ async def completions(service: Service, request: Request) -> Response:
     service.require_ready()
     prompts = await run_while_connected(request.receive, _prompts(service, asked.prompt))
     generation = service.generate(asked, params, prompts, DEFAULT_COMPLETION_TOKENS, "cmpl")
-    wording = _Wording(service, generation, with_usage)
-    if asked.stream:
-        return await stream(request, generation, wording)
-    with generation:
-        whole = await run_while_connected(request.receive, wording.whole())
-    return Response(json_body(whole), media_type="application/json")
+    return await answer(request, generation, _Wording(service, generation, with_usage), bool(asked.stream))
 
 
 async def _prompts(service: Service, prompt: str | list[str | int | list[int]]) -> list[Prompt]:
