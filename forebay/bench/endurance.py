@@ -9,8 +9,9 @@ What a leak is: growth that goes on. Pools, caches and arenas grow until they ar
 they are; a leak grows with every request. So the growth of a phase is the median slope between any two samples of its last two
 thirds (Theil-Sen: a few steps do not move it, steady growth does) times their length, and a phase is flat if that is at most
 `FLAT_MIB` for each process. Page pools take memory as pages are used for the first time, so the warm-up ends by using all of them.
-Descriptors and threads are compared with no client there, before and after, and may not be more. Pools of both hold as many as calls
-have ever met, so the warm-up has crowds that all fetch at once.
+Descriptors and threads are compared with no client there, before and after, and may not be more. Before both counts one client alone
+asks for a while, so that connections that only a crowd needed are closed, and the warm-up has crowds that all fetch at once, since
+pools of threads hold as many as calls have ever met.
 """
 
 import contextlib
@@ -37,6 +38,7 @@ from forebay.runtime.boot import set_death_signal
 FLAT_MIB = 4.0
 WARM_SHARE = 0.2  # of the load's time, before it
 SAMPLE_S = 2.0
+SETTLE_S = 40.0  # the store's clients close a connection that was not used for 30 s
 CLIENTS = 4
 WARM_CLIENTS = 12
 CROWDS = 20
@@ -258,9 +260,19 @@ class Load:
             tiers = self._server.get("/cache")["tiers"]
             if all(use["free"] <= FREE_SHARE * use["capacity"] for use in (tiers["device"], tiers["host"])):
                 return
-            prompt = " ".join(chance.choices(WORDS, k=len(self._stems[0])))
-            status = self._server.post("/v1/completions", {"model": self._server.model, "prompt": prompt, "max_tokens": 1})
-            self.errors[f"filler: status {status}"] += status != 200
+            self._ask_something_new(chance)
+
+    def settle(self, chance: random.Random) -> None:
+        """For `SETTLE_S` one request after another: what only a crowd needed is found unused, and closed."""
+        end = time.monotonic() + SETTLE_S
+        while time.monotonic() < end:
+            self._ask_something_new(chance)
+            time.sleep(SAMPLE_S)
+
+    def _ask_something_new(self, chance: random.Random) -> None:
+        prompt = " ".join(chance.choices(WORDS, k=len(self._stems[0])))
+        status = self._server.post("/v1/completions", {"model": self._server.model, "prompt": prompt, "max_tokens": 1})
+        self.errors[f"asked alone: status {status}"] += status != 200
 
     def _client(self, chance: random.Random) -> None:
         while not self._stop.wait(chance.expovariate(1 / PAUSE_S)):
@@ -306,6 +318,7 @@ def run(model: str, arguments: Sequence[str], load_minutes: float, idle_minutes:
         for _ in range(CROWDS):
             load.crowd()
         load.fill_pages(random.Random(seed))
+        load.settle(random.Random(seed))
         problems += load.problems("warm-up")
         _drain(server, problems)
         phases = [_phase(server, "load", load_minutes, seed + 1, say, problems)]
@@ -335,10 +348,10 @@ def _phase(server: Server, name: str, minutes: float, seed: int | None, say: Say
                 seen.append(server.metric(f"forebay_{queue}_requests"))
             _sample(usages, time.monotonic() - began)
     if load is not None:
+        load.settle(random.Random(seed))
         _drain(server, problems)
-    _let_connections_close(usages)
-    if load is not None:
         problems += load.problems(name)
+    _let_connections_close(usages)
     _sample(usages, time.monotonic() - began)
     _judge(name, list(usages.values()), problems)
     store.append(server.get("/cache")["tiers"]["store"])
