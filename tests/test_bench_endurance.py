@@ -12,10 +12,11 @@ from forebay.cli.main import run
 from tests.frontend.tiny_text import write_random_weights, write_text_model
 
 
-def usage(rss_mib: list[float], fds: tuple[int, int] = (5, 5)) -> Usage:
+def usage(rss_mib: list[float], fds: tuple[int, int] = (5, 5), files: tuple[int, int] = (2, 2), name: str = "rank 1") -> Usage:
     count = len(rss_mib)
-    descriptors = [fds[0]] * (count - 1) + [fds[1]]
-    return Usage("rank 1", [float(second) for second in range(count)], [int(size * MIB) for size in rss_mib], descriptors, [3] * count)
+    seconds, sizes = [float(second) for second in range(count)], [int(size * MIB) for size in rss_mib]
+    counts = [[first] * (count - 1) + [last] for first, last in (fds, files)]
+    return Usage(name, seconds, sizes, *counts, [3] * count)
 
 
 @pytest.mark.parametrize(
@@ -28,6 +29,10 @@ def usage(rss_mib: list[float], fds: tuple[int, int] = (5, 5)) -> Usage:
         (usage([100.0 + sample / 2 for sample in range(30)]), "grew by"),
         (usage([100.0 + sample / 2 + sample % 7 for sample in range(60)]), "grew by"),
         (usage([100.0] * 30, fds=(5, 6)), "has 6 descriptors, 5 before"),
+        (usage([100.0] * 30, files=(2, 3)), "has 3 files open, 2 before"),
+        (usage([100.0] * 30, files=(12, 16), name="store 1"), None),  # a log that fills its room
+        (usage([100.0] * 30, files=(12, 17), name="store 1"), "has 17 files open, 12 before"),
+        (usage([100.0] * 30, fds=(5, 6), name="store 1"), "has 6 descriptors, 5 before"),
     ],
 )
 def test_what_is_flat_and_what_is_not(seen: Usage, said: str | None) -> None:

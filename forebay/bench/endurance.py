@@ -11,7 +11,8 @@ thirds (Theil-Sen: a few steps do not move it, steady growth does) times their l
 `FLAT_MIB` for each process. Page pools take memory as pages are used for the first time, so the warm-up ends by using all of them.
 Descriptors and threads are compared with no client there, before and after, and may not be more. Before both counts one client alone
 asks for a while, so that connections that only a crowd needed are closed, and the warm-up has crowds that all fetch at once, since
-pools of threads hold as many as calls have ever met.
+pools of threads hold as many as calls have ever met. Open files are counted by themselves: a store holds its log's, as many as its size
+takes, and they come and go.
 """
 
 import contextlib
@@ -34,10 +35,12 @@ import numpy as np
 import psutil
 
 from forebay.runtime.boot import set_death_signal
+from forebay.store.holder.log.log import FILES_AT_CAPACITY
 
 FLAT_MIB = 4.0
 WARM_SHARE = 0.2  # of the load's time, before it
 SAMPLE_S = 2.0
+STORE_FILES = 2 * FILES_AT_CAPACITY  # of its log; one is closed when the next batch does not fit, so some are not full
 SETTLE_S = 40.0  # the store's clients close a connection that was not used for 30 s
 CLIENTS = 4
 WARM_CLIENTS = 12
@@ -93,7 +96,8 @@ class Usage:
     name: str
     seconds: list[float] = field(default_factory=list)
     rss: list[int] = field(default_factory=list)
-    fds: list[int] = field(default_factory=list)
+    fds: list[int] = field(default_factory=list)  # of files apart
+    files: list[int] = field(default_factory=list)
     threads: list[int] = field(default_factory=list)
 
     def growth_bytes(self) -> float:
@@ -113,6 +117,7 @@ class Usage:
             "rss_mib_series": [round(rss / MIB, 1) for rss in self.rss[:: max(len(self.rss) // SERIES, 1)]],
             "growth_mib": self.growth_bytes() / MIB,
             "fds": {"first": self.fds[0], "last": self.fds[-1], "max": max(self.fds)},
+            "files": {"first": self.files[0], "last": self.files[-1], "max": max(self.files)},
             "threads": {"first": self.threads[0], "last": self.threads[-1], "max": max(self.threads)},
         }
 
@@ -372,7 +377,8 @@ def _sample(usages: dict[psutil.Process, Usage], elapsed: float) -> None:
         try:
             with process.oneshot():
                 usage.rss.append(process.memory_info().rss)
-                usage.fds.append(process.num_fds())
+                usage.files.append(len(process.open_files()))
+                usage.fds.append(process.num_fds() - usage.files[-1])
                 usage.threads.append(process.num_threads())
         except psutil.Error as error:
             raise EnduranceError(f"{usage.name} is gone: {error}") from error
@@ -382,7 +388,7 @@ def _sample(usages: dict[psutil.Process, Usage], elapsed: float) -> None:
 def _let_connections_close(usages: dict[psutil.Process, Usage]) -> None:
     """Servers close their ends a moment after their clients."""
     deadline = time.monotonic() + CLOSE_S
-    while time.monotonic() < deadline and any(process.num_fds() > usage.fds[0] for process, usage in usages.items()):
+    while time.monotonic() < deadline and any(process.num_fds() > usage.fds[0] + usage.files[0] for process, usage in usages.items()):
         time.sleep(CLOSE_S / 20)
 
 
@@ -391,8 +397,9 @@ def _judge(phase: str, usages: Sequence[Usage], problems: list[str]) -> None:
         growth = usage.growth_bytes() / MIB
         if growth > FLAT_MIB:
             problems.append(f"{phase}: {usage.name} grew by {growth:.1f} MiB (allowed {FLAT_MIB})")
-        for what, seen in (("descriptors", usage.fds), ("threads", usage.threads)):
-            if seen[-1] > seen[0]:
+        files_max = STORE_FILES if usage.name.startswith("store") else 0
+        for what, seen, most in (("descriptors", usage.fds, 0), ("files open", usage.files, files_max), ("threads", usage.threads, 0)):
+            if seen[-1] > max(seen[0], most):
                 problems.append(f"{phase}: {usage.name} has {seen[-1]} {what}, {seen[0]} before")
 
 
