@@ -52,8 +52,8 @@ from forebay.core.storing import StoreEmptied, StoreWell
 from forebay.core.tickets import Hint, Query, QueryDone, release_ready
 from forebay.core.tree import Tier
 
-MAX_FAILURES_ALONE = 2
-MAX_FAILURES = 4
+MAX_FAULTS_ALONE = 2
+MAX_LOSSES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class GridLost:
     """A rank of ``epoch`` died, said that it cannot go on, or broke the protocol.
 
     ``hopeless``: it said that no other try would help (a bad file, too little memory); believed before the first `GridReady`.
-    ``faulted``: a rank failed at its work, so what it worked on is under suspicion.
+    ``faulted``: a rank failed or crashed at its work, so what it worked on is under suspicion.
     """
 
     epoch: int
@@ -376,6 +376,7 @@ class Planner:
             logprobs = () if sample.logprobs is None else (sample.logprobs,)
             outputs.append(Output(request.request_id, (token,), logprobs, request.usage if first else None, reason, stop_token))
             self.counters.output_tokens += 1
+            self._restarts_without_progress = 0
             if reason is not None:
                 self._forget(request)
             else:
@@ -385,9 +386,6 @@ class Planner:
     def _retire(self, now: float, record: InFlight) -> None:
         assert self.replica.cache is not None
         self.replica.cache.retire(record.number)
-        self._restarts_without_progress = 0
-        for request in record.requests:
-            request.suspect = False
         started = max(record.built_at, self.replica.last_retired_at)
         self.replica.pace.observe(record.work, now - started)
         self.replica.last_retired_at = now
@@ -426,33 +424,33 @@ class Planner:
         if hopeless and not self.was_ready:
             self._fail(reason)
             return
-        if self.state is not GridState.READY or self.replica.in_flight:  # a grid that stood idle had nothing to bring to its end
+        if self.state is not GridState.READY or self.replica.requests:  # a grid that stood idle had nothing to bring forward
             self._restarts_without_progress += 1
-        if faulted:
-            self._blame(reason)
+        given_up = self._blame(faulted)
+        if given_up and faulted:
+            self._restarts_without_progress = 0
         if self._restarts_without_progress > self.config.max_restarts:
-            self._fail(f"{self.config.max_restarts} restarts in a row brought no plan to its end; last: {reason}")
+            self._fail(f"{self.config.max_restarts} restarts in a row brought no token; last: {reason}")
             return
+        for request in given_up:
+            self._finish(request, FinishReason.ERROR, f"the grid was lost {request.losses} times on this request: {reason}")
         self.replica.lose_grid()
         self.epoch += 1
         self.counters.worker_restarts += 1
         self._effects.restart = reason
         self._set_state(GridState.RESTARTING if self.was_ready else GridState.STARTING, reason)
 
-    def _blame(self, reason: str) -> None:
-        """Requests whose plan a rank failed at run alone until a plan of theirs has retired.
+    def _blame(self, faulted: bool) -> list[Request]:
+        """Count the loss for all that ranks were working on. What to give up, instead of the grid: what brought no token in so many.
 
-        One that fails alone, and again, is given up, not the grid.
+        A fault makes them suspects: they run alone until a token of theirs comes, and two faults alone are enough.
         """
-        replica = self.replica
-        accused = [request for request in replica.running if any(request in record.requests for record in replica.in_flight)]
+        accused = self.replica.at_work()
         for request in accused:
-            request.suspect = True
-            request.failures += 1
-            request.failures_alone += len(accused) == 1
-            if request.failures_alone >= MAX_FAILURES_ALONE or request.failures >= MAX_FAILURES:
-                self._restarts_without_progress = 0
-                self._finish(request, FinishReason.ERROR, f"the grid was lost {request.failures} times on this request: {reason}")
+            request.losses += 1
+            request.suspect |= faulted
+            request.faults_alone += faulted and len(accused) == 1
+        return [request for request in accused if request.losses >= MAX_LOSSES or request.faults_alone >= MAX_FAULTS_ALONE]
 
     def _fail(self, reason: str) -> None:
         for request in tuple(self.replica.requests.values()):

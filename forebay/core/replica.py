@@ -154,8 +154,16 @@ class Replica:
         self.last_retired_at = now
         self._slots = list(range(self.config.max_running - 1, -1, -1))
 
+    def at_work(self) -> list[Request]:
+        """Requests for which a rank computes or fetches right now."""
+        planned = {id(request) for record in self.in_flight for request in record.requests}
+        return [request for request in self.requests.values() if request.phase is Phase.FETCHING or id(request) in planned]
+
     def lose_grid(self) -> None:
-        """Pages and plans in flight are gone; running requests wait again, with the tokens they have emitted."""
+        """Pages and plans in flight are gone; running requests wait again, with the tokens they have emitted.
+
+        What may have been lost by fetching is computed: after a rank's fault, and from the second loss on.
+        """
         self.cache = None
         self.in_flight.clear()
         self.decodes.clear()
@@ -165,7 +173,7 @@ class Replica:
         self.tickets.clear()
         for request in self.requests.values():
             request.phase = Phase.NOT_ASKED
-            request.fetched = False
+            request.fetched = request.suspect or request.losses > 1
             request.ready.clear()
         self.computing.clear()
         running, self.running = self.running, []

@@ -13,7 +13,8 @@ keeps the request's own page until the plan that wrote it has retired; then the 
 ``prefilling``: the piece that yields its next token has not been built yet. A decoding request waits for a token
 (``awaits_token``) or stands in ``Replica.decodes``. ``fetched``: has had its one ticket; ``ready``: host pages that it brought,
 pinned until the request is admitted. ``cached``: positions that its newest admission found computed; ``overtaken``: plans of hits that
-have gone ahead of its chunks since. ``suspect``: a rank has failed while it ran this request, so it runs alone.
+have gone ahead of its chunks since. ``losses``: of the grid while ranks worked on it, since its last token; ``suspect``: one was by a
+rank's fault, so it runs alone; ``faults_alone``: those that nobody else can have caused.
 """
 
 from dataclasses import dataclass
@@ -57,11 +58,11 @@ class Request:
         "cached",
         "computed",
         "eos",
-        "failures",
-        "failures_alone",
+        "faults_alone",
         "fetched",
         "hashes",
         "last_plan",
+        "losses",
         "no_store",
         "nodes",
         "number",
@@ -105,9 +106,7 @@ class Request:
         self.usage: Usage | None = None
         self.phase = Phase.NOT_ASKED
         self.fetched = False
-        self.suspect = False
-        self.failures = 0
-        self.failures_alone = 0
+        self.cleared()
         self.probe = 0  # where the first missing page was when admission last looked
         self.retries = 0
         self.ready: list[Node] = []
@@ -127,6 +126,12 @@ class Request:
         self.sent = 0
         self.prefilling = True
         self.awaits_token = False
+
+    def cleared(self) -> None:
+        """Nothing speaks against it: it is new, or has just brought a token."""
+        self.suspect = False
+        self.losses = 0
+        self.faults_alone = 0
 
     @property
     def length(self) -> int:
@@ -174,6 +179,7 @@ class Request:
         """Take the token that its last plan sampled; says whether it is the last one, and why."""
         assert self.awaits_token
         self.awaits_token = False
+        self.cleared()
         self.packed += token.to_bytes(TOKEN_BYTES, "little")
         if token in self.params.stop_token_ids or (token in self.eos and not self.params.ignore_eos):
             return FinishReason.STOP

@@ -46,6 +46,8 @@ STOPPED_S = 5.0  # nothing that starts has a reason to stand still
 END_S = 3.0
 DEATH_S = 0.2
 EXIT_FAULT = 1  # `runtime.worker` ends so after it has said Fault
+# Signals that a process earns by what it does itself; SIGKILL comes from outside.
+CRASHES = {signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT}
 FIRST_RANK_RING = 2  # `runtime.boot.ring_names`
 
 
@@ -123,10 +125,14 @@ class Ranks:
             if code is not None:
                 rank.ended_at = rank.ended_at or now
                 if code != EXIT_FAULT or now - rank.ended_at >= DEATH_S:  # a Fault that it has sent may still be on its way
-                    return GridLost(self.epoch, f"rank {index} (process {rank.process.pid}) {_ending(code)}")
+                    return self._ended(index, rank, code)
             elif not self._started and (late := self._late_start(now, rank)):
                 return GridLost(self.epoch, f"rank {index} (process {rank.process.pid}) {late}")
         return None
+
+    def _ended(self, index: int, rank: _Rank, code: int) -> GridLost:
+        text = f"rank {index} (process {rank.process.pid}) {_ending(code)}"
+        return GridLost(self.epoch, text, faulted=-code in CRASHES)
 
     def _late_start(self, now: float, rank: _Rank) -> str:
         """Why a rank that has yet to start is given up; empty if it is not."""
@@ -211,7 +217,7 @@ class Ranks:
         for index, other in enumerate(self._ranks):
             code = other.process.poll()
             if code is not None and code < 0:
-                return GridLost(self.epoch, f"rank {index} (process {other.process.pid}) {_ending(code)}")
+                return self._ended(index, other, code)
             if code is not None and fault.neighbour and index != rank:
                 return None
         return GridLost(self.epoch, f"rank {rank}: {fault.text}", fault.hopeless, faulted=True)

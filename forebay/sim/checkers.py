@@ -3,7 +3,7 @@
 from collections import defaultdict
 
 from forebay.core.messages import FinishReason, Output, Plan, PlanDone, Submit
-from forebay.core.planner import MAX_FAILURES_ALONE
+from forebay.core.planner import MAX_FAULTS_ALONE, MAX_LOSSES
 from forebay.core.tree import PrefixTree
 
 ENDED_EARLY = frozenset({FinishReason.ABORT, FinishReason.ERROR})
@@ -57,9 +57,12 @@ class ClientChecker:
         self._wanted: dict[str, tuple[list[int], FinishReason]] = {}
         self._open: dict[str, None] = {}
         self._faults_before: dict[str, int] = {}
-        self._faults_seen: dict[str, int] = {}
+        self._blamed: dict[str, bool] = {}
         self._aborted: set[str] = set()
         self._faults = 0
+        self._losses = 0
+        self._losses_before: dict[str, int] = {}
+        self._restarts_in_a_row = 0
         self.tokens: dict[str, list[int]] = {}
         self.finish: dict[str, FinishReason] = {}
         self.usage_seen: set[str] = set()
@@ -70,6 +73,7 @@ class ClientChecker:
         self._wanted[request_id] = (wanted, reason)
         self._open[request_id] = None
         self._faults_before[request_id] = self._faults
+        self._losses_before[request_id] = self._losses
         self.tokens[request_id] = []
 
     def aborted(self, request_id: str) -> None:
@@ -78,6 +82,12 @@ class ClientChecker:
     def grid_lost(self, *, faulted: bool) -> None:
         """``faulted``: by an error of a rank at its work, for which requests may be blamed."""
         self._faults += faulted
+        self._losses += 1
+
+    def restarted(self, most: int) -> None:
+        """Rule R3: restarts that bring nobody a token or an end are at most ``most`` in a row, while anybody waits for one."""
+        self._restarts_in_a_row += bool(self._open)
+        assert self._restarts_in_a_row <= most, f"{self._restarts_in_a_row} restarts in a row brought nobody a token"
 
     def output(self, output: Output) -> None:
         request_id = output.request_id
@@ -89,10 +99,12 @@ class ClientChecker:
             self.usage_seen.add(request_id)
         if output.tokens:
             assert request_id in self.usage_seen, f"tokens of {request_id} before its usage"
+        self._restarts_in_a_row = 0
         self.tokens[request_id] += output.tokens
         if output.finish is not None:
             self.finish[request_id] = output.finish
-            self._faults_seen[request_id] = self._faults - self._faults_before[request_id]
+            faults, losses = self._faults - self._faults_before[request_id], self._losses - self._losses_before[request_id]
+            self._blamed[request_id] = faults >= MAX_FAULTS_ALONE or losses >= MAX_LOSSES
             del self._open[request_id]
 
     def open(self) -> list[str]:
@@ -108,8 +120,7 @@ class ClientChecker:
                 assert not got or (shrunk and got == wanted[: len(got)]), f"{request_id} was rejected after tokens"
             elif reason in ENDED_EARLY:
                 assert got == wanted[: len(got)] and len(got) < len(wanted), f"{request_id} ended early with wrong tokens"
-                blamed = self._faults_seen[request_id] >= MAX_FAILURES_ALONE
-                may_fail = reason is FinishReason.ERROR and (failed or blamed)
+                may_fail = reason is FinishReason.ERROR and (failed or self._blamed[request_id])
                 assert may_fail or request_id in self._aborted, f"{request_id} ended with {reason} for no reason"
             else:
                 assert got == wanted and reason is wanted_reason, f"{request_id}: got {got} {reason}, not {wanted} {wanted_reason}"

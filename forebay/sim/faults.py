@@ -22,6 +22,7 @@ class FaultKind(StrEnum):
     LOST_RANK = "lost rank"
     FAULTED_RANK = "faulted rank"
     POISONOUS_REQUEST = "poisonous request"
+    POISONOUS_PAGES = "poisonous pages"
     LOST_START = "lost start"
     PAUSED_PLANNER = "paused planner"
     FAILED_ALLOCATION = "failed allocation"
@@ -89,6 +90,14 @@ class Fault:
     seconds: float
     rank: int
     share: float
+
+
+@dataclass(frozen=True, slots=True)
+class Poison:
+    """What ends a rank. ``late``: not before the piece that yields a token; ``faulted``: by an error or a crash, else as if killed."""
+
+    late: bool
+    faulted: bool
 
 
 def draw_faults(randomness: random.Random, preset: Preset, horizon: float) -> list[Fault]:

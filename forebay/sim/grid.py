@@ -8,7 +8,7 @@ What holds of a rank's bytes is in `rank.py`; this file is about when things hap
 """
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from forebay.core.messages import (
@@ -27,6 +27,7 @@ from forebay.core.messages import (
     TransferDone,
 )
 from forebay.sim.fake_store import FakeStore, Outcome
+from forebay.sim.faults import Poison
 from forebay.sim.heap import Action, Channel, EventHeap
 from forebay.sim.rank import FakeRank, Truth
 
@@ -53,14 +54,14 @@ class Timing:
 @dataclass(frozen=True, slots=True)
 class Reports:
     """Whom a grid tells what: ``tell`` brings a message to the planner, in order per rank and channel; ``fail`` says that a rank
-    reported an error of its own."""
+    died of poison."""
 
     tell: Callable[[Acknowledgement], None]
-    fail: Callable[[], None]
+    fail: Callable[[Poison], None]
 
 
 class FakeGrid:
-    """All ranks of one epoch. ``poison``: requests that make any rank fail that runs them."""
+    """All ranks of one epoch. ``poison``: requests that end any rank that runs them; ``poisonous_pages``: the same of fetched pages."""
 
     def __init__(
         self,
@@ -90,7 +91,8 @@ class FakeGrid:
         self._activations = 0
         self.refusals = [0] * count  # tickets that the rank will refuse for want of memory
         self.failing_copies = [0] * count  # backups that will fail on the rank
-        self.poison: set[str] = set()
+        self.poison: Mapping[str, Poison] = {}
+        self.poisonous_pages: Mapping[bytes, Poison] = {}
         self.dead = False
         heap.after(BEAT_S, self._beat, weak=True)
 
@@ -197,9 +199,7 @@ class FakeGrid:
 
     def _finish(self, rank: FakeRank, plan: Plan) -> None:
         rank.busy = False
-        if self.poison and not self.poison.isdisjoint(rank.names(plan)):
-            rank.dead = True
-            self._fail()
+        if self.poison and self._is_poisoned(rank, plan):
             return
         samples = rank.apply(plan)
         rank.handed.discard(plan.number)
@@ -215,6 +215,18 @@ class FakeGrid:
             self._back_up(rank, plan.backup)
         self._look(rank)
         self._try_run(rank)
+
+    def _is_poisoned(self, rank: FakeRank, plan: Plan) -> bool:
+        for request_id, piece in zip(rank.names(plan), plan.pieces, strict=True):
+            poison = self.poison.get(request_id)
+            if poison is not None and (piece.sample or not poison.late):
+                self._die(rank, poison)
+                return True
+        return False
+
+    def _die(self, rank: FakeRank, poison: Poison) -> None:
+        rank.dead = True
+        self._fail(poison)
 
     def _hand_over(self, rank: FakeRank, number: int) -> None:
         rank.handed.add(number)
@@ -292,6 +304,10 @@ class FakeGrid:
 
     def _read(self, rank: FakeRank, ticket: Ticket | StagedTicket, done: int, outcome: Outcome) -> None:
         """A read that was under way writes its page, whatever has been cancelled meanwhile; a miss or a failure ends the ticket."""
+        poison = self.poisonous_pages.get(ticket.pages[done].hash)
+        if poison is not None:
+            self._die(rank, poison)
+            return
         if not rank.fetch(self._store, ticket.pages[done], outcome):
             self._end_fetch(rank, ticket, done)
             return

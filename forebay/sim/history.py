@@ -21,7 +21,7 @@ from forebay.core.tree import TIERS
 from forebay.sim.checkers import ClientChecker, FenceChecker, check_stored
 from forebay.sim.coverage import CONCERNING, Cell
 from forebay.sim.fake_store import FakeStore
-from forebay.sim.faults import draw_faults, point_of
+from forebay.sim.faults import Poison, draw_faults, point_of
 from forebay.sim.grid import Acknowledgement, FakeGrid, Reports
 from forebay.sim.heap import EventHeap
 from forebay.sim.injector import Injector
@@ -88,7 +88,8 @@ class History:
         self.grid: FakeGrid | None = None
         self.pages = self.options.pages
         self.newest: Acknowledgement | None = None
-        self.poison: set[str] = set()
+        self.poison: dict[str, Poison] = {}
+        self.poisonous_pages: dict[bytes, Poison] = {}
         self.recent: dict[type, list[Acknowledgement]] = {}  # the last words of each kind
         self.failing_starts = 0  # of the next grids
         self.may_restart = False  # something has happened that may cost a grid
@@ -218,6 +219,7 @@ class History:
         if effects.restart is not None:
             self.report.restarts += 1
             assert self.may_restart, f"a grid is given up though nothing has happened to it: {effects.restart}"
+            self.client.restarted(self.planner.config.max_restarts)
             self._start_grid(self.planner.epoch)
         if effects.plan is not None:
             self._send(effects.plan)
@@ -279,9 +281,9 @@ class History:
             epoch,
             self._truth,
             self.store,
-            Reports(self._hear, lambda: self._poisoned(grid)),
+            Reports(self._hear, lambda poison: self._poisoned(grid, poison)),
         )
-        self.grid.poison = self.poison
+        self.grid.poison, self.grid.poisonous_pages = self.poison, self.poisonous_pages
         ready = GridReady(epoch, self.pages, options.timing.forward_high, options.host_pages)
         if self.failing_starts:
             self.failing_starts -= 1
@@ -300,9 +302,10 @@ class History:
         lost = GridLost(grid.epoch, reason, faulted=faulted)
         self.heap.after(self.random.uniform(0, 0.2), lambda: self.inbox.append(lost))
 
-    def _poisoned(self, grid: FakeGrid) -> None:
-        self._poisonings.add(grid.epoch)
-        self.lose(grid, "a rank failed at its work", faulted=True)
+    def _poisoned(self, grid: FakeGrid, poison: Poison) -> None:
+        if poison.faulted:
+            self._poisonings.add(grid.epoch)
+        self.lose(grid, "a rank died at its work", faulted=poison.faulted)
 
     def _new_fence(self) -> FenceChecker:
         return FenceChecker(self.options.pp * self.options.tp, self.options.page_size)

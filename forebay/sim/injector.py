@@ -7,7 +7,7 @@ import msgspec
 
 from forebay.core.messages import GridState
 from forebay.sim.fake_store import Outcome, Spell
-from forebay.sim.faults import COSTS_A_GRID, Activity, Fault, FaultKind, RequestPoint, activities, point_of
+from forebay.sim.faults import COSTS_A_GRID, Activity, Fault, FaultKind, Poison, RequestPoint, activities, point_of
 
 if TYPE_CHECKING:
     from forebay.sim.history import History
@@ -136,7 +136,10 @@ class Injector:
             case FaultKind.POISONOUS_REQUEST:
                 victims = list(history.planner.replica.requests)
                 if victims:
-                    history.poison.add(victims[fault.rank % len(victims)])
+                    history.poison[victims[fault.rank % len(victims)]] = _poison(fault)
+            case FaultKind.POISONOUS_PAGES:
+                stored = sorted({hash for hash, _ in history.store.ever})
+                history.poisonous_pages |= dict.fromkeys(stored[fault.rank % 2 :: 2 if fault.share < 1 else 1], _poison(fault))
             case _:
                 raise AssertionError(f"nothing strikes as {fault.kind}")
 
@@ -166,3 +169,8 @@ class Injector:
     def _for_a_while(self, seconds: float, switch: Callable[[bool], None]) -> None:
         switch(True)
         self._history.heap.after(seconds, lambda: switch(False))
+
+
+def _poison(fault: Fault) -> Poison:
+    """Half of each, whichever the fault's other numbers are."""
+    return Poison(late=bool(fault.rank & 2), faulted=bool(fault.rank & 4))

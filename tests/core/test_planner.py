@@ -326,6 +326,33 @@ def test_r3_a_grid_that_is_lost_while_it_stands_idle_may_be_lost_again_and_again
     assert desk.planner.state is GridState.READY
 
 
+def test_r3_chunks_that_retire_are_no_progress_of_a_grid_that_is_lost_at_the_last_one(desk: Desk) -> None:
+    """The chunk size is 8: the first plan of each epoch retires, and is lost with it."""
+    (plan,) = desk.submit("a", [*range(1, 13)])
+    losses = 0
+    while desk.planner.state is not GridState.FAILED:
+        desk.run(plan)
+        losses += 1
+        desk.step(GridLost(losses, "killed"))
+        if desk.planner.state is not GridState.FAILED:
+            (plan,) = desk.step(GridReady(losses + 1, 32, 0.001))
+    assert losses == 4 and desk.finish("a") is FinishReason.ERROR
+
+
+def test_r3_others_tokens_are_no_progress_of_a_request_that_the_grid_is_lost_on(desk: Desk) -> None:
+    """Killed, not at fault: as by a kernel that is out of memory. After four losses it is given up, the server is not."""
+    plans = desk.submit("good", [1, 2], max_tokens=30)
+    desk.submit("poison", [*range(1, 13)])
+    for epoch in range(1, 5):
+        while len(desk.tokens("good")) < epoch:
+            plans += desk.run(plans.pop(0))
+        assert desk.finish("poison") is None
+        desk.step(GridLost(epoch, "killed"))
+        plans = desk.step(GridReady(epoch + 1, 32, 0.001))
+    assert desk.finish("poison") is FinishReason.ERROR
+    assert desk.planner.state is GridState.READY
+
+
 def test_a_request_that_ranks_fail_at_is_given_up_and_the_others_finish(desk: Desk) -> None:
     """One poisonous request must not take the server with it: suspects run alone, and what fails alone twice is ended."""
     desk.submit("poison", [1, 2], max_tokens=2)

@@ -40,6 +40,17 @@ if "forebay.runtime.worker" in sys.orig_argv:
         return run(self, plan)
     Executor.run = damaged
 """
+CRASH = """
+import os, signal, sys
+if "forebay.runtime.worker" in sys.orig_argv:
+    from forebay.runtime.execute import Executor
+    run = Executor.run
+    def crashing(self, plan):
+        if any(piece.start > 440 and len(piece.tokens) > 4 for piece in plan.pieces):
+            os.kill(os.getpid(), signal.SIGSEGV)
+        return run(self, plan)
+    Executor.run = crashing
+"""
 
 Start = Callable[..., Served]
 
@@ -182,7 +193,7 @@ def test_beyond_the_retries_health_and_requests_say_why_and_then_the_server_ends
     with pytest.raises(AssertionError):
         streams.join()
     assert len(streams.errors) == len(SEEDS)
-    assert all("3 restarts in a row brought no plan to its end" in str(error) for error in streams.errors)
+    assert all("3 restarts in a row brought no token" in str(error) for error in streams.errors)
     for route in ("/health", "/ready"):
         answer = httpx.get(f"{url}{route}")
         assert answer.status_code == 503
@@ -207,6 +218,21 @@ def test_a_digest_that_differs_is_named_and_requests_are_kept(start: Start, text
     reasons = [check_flight_record(line) for line in served.lines if "flight record " in line]
     assert [reason.split(":")[0] for reason in reasons] == ["rank 0", "rank 1"]
     assert all("is the first to differ" in reason for reason in reasons)
+
+
+def test_a_prompt_that_crashes_ranks_at_its_end_is_ended_alone(start: Start, texts: dict[int, str], tmp_path: Path) -> None:
+    """Its first chunks always retire, and the others' tokens come: neither is progress of its own."""
+    (tmp_path / "sitecustomize.py").write_text(CRASH)
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    served = start(PYTHONPATH=path)
+    streams = Streams(served, "crash")
+    streams.wait_tokens(20)
+    crashing = body(1) | {"prompt": (PROMPT * 2)[:490], "max_tokens": 8}
+    answer = httpx.post(f"{served.url}/v1/completions", json=crashing, timeout=DEADLINE_S)
+    assert answer.status_code == 503 and "times on this request: rank" in answer.text and "was ended by SIGSEGV" in answer.text
+    assert streams.join() == texts
+    assert restarts(served) <= 4
+    assert httpx.get(f"{served.url}/ready").status_code == 200
 
 
 @pytest.mark.slow

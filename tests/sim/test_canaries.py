@@ -6,10 +6,10 @@ import msgspec
 import pytest
 
 from forebay.core import admission, building, planner, request
-from forebay.core.messages import Copy, FinishReason, PlanDone, Store, StoreDone, TransferDone
+from forebay.core.messages import Copy, FinishReason, GridState, PlanDone, Store, StoreDone, TransferDone
 from forebay.core.page_cache import PageCache
 from forebay.core.pages import Owner
-from forebay.core.replica import Replica
+from forebay.core.replica import InFlight, Replica
 from forebay.core.request import Request
 from forebay.core.storing import StoreQueue
 from forebay.core.tickets import TicketDesk, _Flight
@@ -266,7 +266,39 @@ def watch_nobody(patch: pytest.MonkeyPatch) -> None:
 
 def blame_nobody(patch: pytest.MonkeyPatch) -> None:
     """A request that makes ranks fail is run again until the grid is given up."""
-    patch.setattr(planner.Planner, "_blame", lambda self, reason: None)
+    patch.setattr(planner.Planner, "_blame", lambda self, faulted: [])
+
+
+def call_a_retired_plan_progress(patch: pytest.MonkeyPatch) -> None:
+    """A rank that dies at a prompt's last chunk, again and again, is started for ever: the chunks before it retire."""
+    retire = planner.Planner._retire
+
+    def forgiving(self: planner.Planner, now: float, record: InFlight) -> None:
+        retire(self, now, record)
+        self._restarts_without_progress = 0
+        for each in record.requests:
+            each.cleared()
+
+    patch.setattr(planner.Planner, "_retire", forgiving)
+
+
+def fetch_again_what_ended_a_rank(patch: pytest.MonkeyPatch) -> None:
+    """And a request that waits for its ticket is nothing that a grid has to bring forward."""
+    lose, blame = Replica.lose_grid, planner.Planner._blame
+
+    def lose_and_ask_again(self: Replica) -> None:
+        lose(self)
+        for each in self.requests.values():
+            each.fetched = False
+
+    def blame_what_runs(self: planner.Planner, faulted: bool) -> list[Request]:
+        if not self.replica.in_flight and self.state is GridState.READY:
+            self._restarts_without_progress = max(self._restarts_without_progress - 1, 0)
+            return []
+        return blame(self, faulted)
+
+    patch.setattr(Replica, "lose_grid", lose_and_ask_again)
+    patch.setattr(planner.Planner, "_blame", blame_what_runs)
 
 
 CANARIES: list[Patch] = [
@@ -275,6 +307,8 @@ CANARIES: list[Patch] = [
     believe_words_of_another_epoch,
     watch_nobody,
     blame_nobody,
+    call_a_retired_plan_progress,
+    fetch_again_what_ended_a_rank,
     believe_the_rank_that_has_fetched_most,
     store_a_host_page_that_is_not_pinned,
     forget_a_waiting_request_when_its_ticket_ends,

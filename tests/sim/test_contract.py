@@ -123,7 +123,7 @@ class SimulatedGrid:
         self._said: list[Acknowledgement] = []
         randomness = random.Random(0)
         shape, pages, timing = (2, 1), (PAGES, HOST_PAGES, PAGE_SIZE), Timing(0.01, 0.02, 0.001, 0.002, fetch_high=0.01)
-        store, reports = FakeStore(randomness), Reports(self._said.append, lambda: None)
+        store, reports = FakeStore(randomness), Reports(self._said.append, lambda poison: None)
         self._grid = FakeGrid(self._heap, randomness, timing, shape, pages, EPOCH, Told(texts), store, reports)
 
     def send(self, plan: Plan) -> None:
