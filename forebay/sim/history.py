@@ -219,7 +219,6 @@ class History:
         if effects.restart is not None:
             self.report.restarts += 1
             assert self.may_restart, f"a grid is given up though nothing has happened to it: {effects.restart}"
-            self.client.restarted(self.planner.config.max_restarts)
             self._start_grid(self.planner.epoch)
         if effects.plan is not None:
             self._send(effects.plan)
@@ -234,6 +233,8 @@ class History:
             self._ask(query)
         for output in effects.outputs:
             self.client.output(output)
+        if effects.restart is not None and not effects.outputs:
+            self.client.restarted(self.planner.config.max_restarts)
         self.report.messages += len(effects.outputs) + len(effects.queries)
         self.report.flushes += len(effects.flushed)
 

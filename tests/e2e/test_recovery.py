@@ -232,7 +232,7 @@ def test_a_prompt_that_crashes_ranks_at_its_end_is_ended_alone(start: Start, tex
     assert answer.status_code == 503 and "times on this request: rank" in answer.text and "was ended by SIGSEGV" in answer.text
     assert streams.join() == texts
     assert restarts(served) <= 4
-    assert httpx.get(f"{served.url}/ready").status_code == 200
+    wait_until(lambda: httpx.get(f"{served.url}/ready").status_code == 200)
 
 
 @pytest.mark.slow
