@@ -45,7 +45,7 @@ START_SILENCE_S = 60.0  # loading may keep a rank from its heartbeat for a while
 STOPPED_S = 5.0  # nothing that starts has a reason to stand still
 END_S = 3.0
 DEATH_S = 0.2
-EXIT_FAULT = 1  # `runtime.worker` ends so after it has said Fault
+EXIT_FAULT = 1  # `runtime.worker_loop` ends so after it has said Fault
 # Signals that a process earns by what it does itself; SIGKILL comes from outside.
 CRASHES = {signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT}
 FIRST_RANK_RING = 2  # `runtime.boot.ring_names`

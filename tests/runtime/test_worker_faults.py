@@ -1,5 +1,6 @@
 """How a worker ends: with one clear line, within a bound, and never by waiting for a neighbour that is gone."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -24,6 +25,22 @@ from tests.runtime.scripted_planner import ScriptedPlanner
 planner = ScriptedPlanner(Path(sys.argv[1]), pp=2).start()
 print(*(process.pid for process in planner.processes), flush=True)
 sys.stdin.read()
+"""
+
+# `runtime.worker` with a torch that takes for ever to import.
+ORPHAN_THAT_IMPORTS = """
+import os, sys
+from pathlib import Path
+from tests.runtime.scripted_planner import ScriptedPlanner
+os.environ["PYTHONPATH"] = os.pathsep.join(sys.argv[1:])
+planner = ScriptedPlanner(Path("/nowhere"))
+planner.spawn()
+sys.stdin.read()
+"""
+ENDLESS_IMPORT = """
+import os, signal
+print(os.getpid(), flush=True)
+signal.pause()
 """
 
 
@@ -84,13 +101,14 @@ def test_a_rank_whose_next_stage_is_killed_ends_when_it_has_something_to_send(ti
         check_fault(planner, 0, "the next stage, rank 1, cannot be reached")
 
 
-def test_a_rank_whose_tensor_parallel_peer_is_killed_ends(tiny_model: Path) -> None:
+def test_a_rank_whose_tensor_parallel_peer_is_killed_ends(tiny_model: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with ScriptedPlanner(tiny_model, tp=2).start() as planner:
         request = planner.request(0, [1, 2, 3])
         planner.processes[1].kill()
         planner.processes[1].wait()
         planner.plan(Work(request, 3))
-        check_fault(planner, 0)
+        assert check_fault(planner, 0).neighbour
+    assert "Traceback" not in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -143,3 +161,19 @@ def test_it_ends_with_its_parent(tiny_model: Path) -> None:
         assert len(pids) == 2
         parent.kill()
     wait_until(lambda: all(is_gone(pid) for pid in pids), START_DEADLINE_S)
+
+
+def test_it_ends_with_its_parent_while_it_imports(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text(ENDLESS_IMPORT)
+    repository = str(Path(__file__).parents[2])
+    command = [sys.executable, "-c", ORPHAN_THAT_IMPORTS, str(tmp_path), repository]
+    environment = {**os.environ, "PYTHONPATH": repository}
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        parent.kill()
+    try:
+        wait_until(lambda: is_gone(pid), START_DEADLINE_S)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
