@@ -37,7 +37,7 @@ def run(model: str, dtype: str, tokens: int, page_size: int, say: Callable[[str]
     config = load_config(resolved.path)
     compute = getattr(torch, config.dtype if dtype == "auto" else dtype)
     tokens = min(tokens, config.max_context)
-    stage = load_stage(resolved.path, config, whole(config), compute)
+    stage = load_stage(resolved.path, config, whole(config), compute, kv_formats=KV_FORMATS.values())
     tokenizer = Tokenizer(resolved.path)
     plain = _Reader(stage, page_size, tokens, kv_format("auto", compute))
     readers = [_Reader(stage, page_size, tokens, form) for form in KV_FORMATS.values() if form != plain.form]

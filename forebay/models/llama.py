@@ -9,7 +9,7 @@ What a layer computes, and by which kernels: `models.layers`, `models.native`.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -23,9 +23,10 @@ from forebay.models.batch import StageBatch
 from forebay.models.config import ModelConfig
 from forebay.models.errors import ModelError
 from forebay.models.kv import KVPool
+from forebay.models.kv_format import KvFormat
 from forebay.models.layers import Head, Layers, LayerWeights, Matrix, TorchLayers
 from forebay.models.native.build import NoKernels
-from forebay.models.native.engine import NativeLayers
+from forebay.models.native.engine import NativeLayers, refuse_format
 from forebay.models.rope import RopeTable
 from forebay.models.shard import Shard, check_tp
 from forebay.models.weights import Checkpoint
@@ -87,11 +88,13 @@ def load_stage(
     device: torch.device | str = "cpu",
     tp_group: dist.ProcessGroup | None = None,
     kernels: Kernels = Kernels.AUTO,
+    kv_formats: Iterable[KvFormat] = (),
 ) -> Stage:
     """Read the part of the model in directory `path` that `shard` names, and nothing else.
 
-    `tp_group` is needed when `shard.tp_size > 1`. Raises ModelError when the files are missing, damaged or do not fit
-    `config`, when `shard.tp_size` does not divide the heads, or when `kernels` are asked for that cannot be had.
+    `tp_group` is needed when `shard.tp_size > 1`. `kv_formats`: of the pools to come; the one of `dtype` itself need not be named.
+    Raises ModelError when the files are missing, damaged or do not fit `config`, when `shard.tp_size` does not divide the heads, or
+    when `kernels` are asked for that cannot be had.
     """
     check_tp(config, shard.tp_size)
     device = torch.device(device)
@@ -99,16 +102,18 @@ def load_stage(
         loader = _Loader(files, config, shard, dtype, device)
         embedding = loader.embedding() if shard.is_first else None
         head = loader.head(embedding) if shard.is_last else None
-        layers = _layers(loader, head, kernels)
+        layers = _layers(loader, head, kernels, kv_formats)
         return Stage(config, shard, layers, embedding, dtype, tp_group if shard.tp_size > 1 else None)
 
 
-def _layers(loader: _Loader, head: Head | None, kernels: Kernels) -> Layers:
+def _layers(loader: _Loader, head: Head | None, kernels: Kernels, kv_formats: Iterable[KvFormat]) -> Layers:
     """By the kernels that are asked for, or that can be had."""
     config, shard, dtype = loader.config, loader.shard, loader.dtype
     rope = RopeTable(config, dtype, loader.device)
     try:
         if kernels is not Kernels.TORCH and loader.device.type == "cpu":
+            for form in kv_formats:
+                refuse_format(form)
             return NativeLayers(config, shard, dtype, rope, loader.layers(), head, torch.get_num_threads())
     except NoKernels as error:
         if kernels is Kernels.NATIVE:

@@ -166,8 +166,10 @@ def load(boot: WorkerBoot) -> LoadedRank:
         raise ModelError(f"dtype {boot.dtype} is not supported; allowed: {', '.join(_DTYPES)}")
     config = load_config(path)
     shard = shards(config, boot.pp, boot.tp)[place.stage][place.tp_rank]
+    dtype = _DTYPES[boot.dtype]
+    formats = (kv_format(boot.kv_dtype, dtype),)
     try:
-        stage = load_stage(path, config, shard, _DTYPES[boot.dtype], device, kernels=Kernels(boot.kernels))
+        stage = load_stage(path, config, shard, dtype, device, kernels=Kernels(boot.kernels), kv_formats=formats)
     except (MemoryError, RuntimeError) as error:
         if not _is_shortage(error):
             raise

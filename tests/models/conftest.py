@@ -57,7 +57,7 @@ class Pipeline:
         row = [stage[0] for stage in shards(config, pp, 1)]
         return cls(
             config,
-            [load_stage(path, config, shard, dtype, kernels=kernels) for shard in row],
+            [load_stage(path, config, shard, dtype, kernels=kernels, kv_formats=() if form is None else (form,)) for shard in row],
             [KVPool(config, shard, pages, page, dtype, torch.device("cpu"), form) for shard in row],
         )
 

@@ -3,7 +3,9 @@
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -245,10 +247,11 @@ def test_without_a_working_compiler_one_line_says_so(monkeypatch, tmp_path: Path
 
 # With fewer registers than the tiles are made for, compiling takes long.
 SLOW_TO_COMPILE = [pytest.param(flags, marks=pytest.mark.slow) for flags in ("-mno-avx512f", "-mno-avx")]
+NO_FLOAT16 = "-U__FLT16_MANT_DIG__"
 
 
-@pytest.mark.parametrize("flags", ["-mno-avx512bf16", *SLOW_TO_COMPILE])
-def test_code_for_lesser_machines_computes_the_same(monkeypatch, tmp_path: Path, flags: str) -> None:
+@pytest.mark.parametrize("flags", [f"-mno-avx512bf16 {NO_FLOAT16}", *SLOW_TO_COMPILE])
+def test_code_for_lesser_machines_computes_the_same(monkeypatch, tmp_path: Path, capsys, make_model, pipeline, flags: str) -> None:
     config = make_config(2, 3, 32, 96, 160, flags=True)
     batch = build_batch([SequenceWork(21, 0, [1, 4]), SequenceWork(1, 40, [6, 7, 9])], 16)
     hidden = torch.randn(22, config.hidden_size, generator=torch.Generator().manual_seed(1)).bfloat16()
@@ -261,6 +264,19 @@ def test_code_for_lesser_machines_computes_the_same(monkeypatch, tmp_path: Path,
     try:
         layers = make_layers(NativeLayers, config, torch.bfloat16, 1)
         found = layers.run(hidden.clone(), batch, make_pool(config, torch.bfloat16, 16, "fp8_e4m3"), None, None)
+        if NO_FLOAT16 in flags:
+            check_float16_falls_back(make_model(), pipeline, capsys)
     finally:
         library.cache_clear()
     assert (found - expected).abs().max() <= 0.06 * expected.abs().max()
+
+
+def check_float16_falls_back(path: Path, pipeline: Callable[..., Any], capsys: pytest.CaptureFixture[str]) -> None:
+    form = KV_FORMATS["float16"]
+    with pytest.raises(ModelError, match="--kernels native: the C compiler does not know float16"):
+        pipeline(path, form=form, kernels=Kernels.NATIVE)
+    capsys.readouterr()
+    model = pipeline(path, form=form, kernels=Kernels.AUTO)
+    assert "no compiled kernels: the C compiler does not know float16" in capsys.readouterr().err
+    assert model.run([5, 6], [SequenceWork(2, 0, [3], sample=True)]).shape == (1, 97)
+    assert pipeline(path, kernels=Kernels.NATIVE)

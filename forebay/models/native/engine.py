@@ -22,6 +22,7 @@ from torch import Tensor
 from forebay.models.batch import StageBatch
 from forebay.models.config import ModelConfig
 from forebay.models.kv import KVPool
+from forebay.models.kv_format import KvFormat
 from forebay.models.layers import Head, LayerWeights, Matrix
 from forebay.models.native.build import NoKernels, library
 from forebay.models.rank_sum import sum_over_ranks
@@ -144,8 +145,7 @@ class NativeLayers:
         """Have an engine for this pool's format, and its addresses."""
         if self._kv is not None and self._kv() is kv:
             return
-        if not self._library.forebay_knows(_KV_FORMATS.index(kv.form.name)):
-            raise NoKernels(f"this compiler does not know {kv.form.name}; choose another --kv-dtype, or --kernels torch")
+        refuse_format(kv.form)
         config, shard = self._config, self._shard
         shape = _Shape(
             _DTYPES.index(self._dtype),
@@ -210,6 +210,12 @@ def refuse_unknown(config: ModelConfig, shard: Shard, dtype: torch.dtype) -> Non
     inner = (config.hidden_size, len(shard.heads(config)) * config.head_dim, len(shard.intermediate(config)))
     if dtype == torch.bfloat16 and any(size % 2 for size in inner):
         raise NoKernels(f"they need even sizes in bfloat16; this model has {', '.join(map(str, inner))}")
+
+
+def refuse_format(form: KvFormat) -> None:
+    """Raise `NoKernels` for pages that this build of the library has no code for."""
+    if not library().forebay_knows(_KV_FORMATS.index(form.name)):
+        raise NoKernels(f"the C compiler does not know {form.name}, which KV pages are kept in (--kv-dtype)")
 
 
 def pack(weight: Tensor) -> Tensor:
