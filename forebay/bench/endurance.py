@@ -11,8 +11,8 @@ thirds (Theil-Sen: a few steps do not move it, steady growth does) times their l
 `FLAT_MIB` for each process. Page pools take memory as pages are used for the first time, so the warm-up ends by using all of them.
 Descriptors and threads are compared with no client there, before and after, and may not be more. Before both counts one client alone
 asks for a while, so that connections that only a crowd needed are closed, and the warm-up has crowds that all fetch at once, since
-pools of threads hold as many as calls have ever met. Open files are counted by themselves: a store holds its log's, as many as its size
-takes, and they come and go.
+pools of threads hold as many as calls have ever met. Open files are counted by themselves: those of the store's log, as many as its
+size takes, come and go, in its own process and in those that read them.
 """
 
 import contextlib
@@ -397,7 +397,7 @@ def _judge(phase: str, usages: Sequence[Usage], problems: list[str]) -> None:
         growth = usage.growth_bytes() / MIB
         if growth > FLAT_MIB:
             problems.append(f"{phase}: {usage.name} grew by {growth:.1f} MiB (allowed {FLAT_MIB})")
-        files_max = STORE_FILES if usage.name.startswith("store") else 0
+        files_max = 0 if usage.name == "frontend" else STORE_FILES
         for what, seen, most in (("descriptors", usage.fds, 0), ("files open", usage.files, files_max), ("threads", usage.threads, 0)):
             if seen[-1] > max(seen[0], most):
                 problems.append(f"{phase}: {usage.name} has {seen[-1]} {what}, {seen[0]} before")

@@ -132,6 +132,20 @@ def test_a_file_that_goes_frees_its_space_though_a_client_has_it_open(desk: Desk
     assert desk.read(b"k", 1, SIZE) is None
 
 
+def test_a_client_keeps_no_files_open_that_the_log_has_dropped(tmp_path: Path) -> None:
+    if not Directory(tmp_path).direct:
+        pytest.skip("a file system without O_DIRECT")
+    desk = Desk(tmp_path, capacity=16 << 20)
+    for number in range(60):
+        key, value = b"%d" % number, content(b"k", number, 1 << 20)
+        desk.log.make_room(BLOCK_BYTES + padded(len(value)))
+        desk.append(key, 1, value)
+        assert desk.read(key, 1, len(value)) == value
+    links = [os.readlink(entry) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()]
+    assert sum(link.startswith(str(tmp_path)) and link.endswith("(deleted)") for link in links) <= 1
+    desk.close()
+
+
 KEYS = [b"a", b"b", b"c", b"d"]
 
 

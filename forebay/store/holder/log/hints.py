@@ -24,7 +24,6 @@ from forebay.store.wire.messages import Touched
 
 MIN_SLOTS = 1 << 10
 MAX_SLOTS = 1 << 20
-MAX_OPEN_FILES = 64
 TELL_AFTER = 64
 LARGEST_BYTES = 2 << 20  # of a whole record; the holder reads larger ones quicker, several pieces at a time
 _SLOT = struct.Struct("<IIII")
@@ -121,7 +120,7 @@ class LogView:
         return _look_up(self._table, self._slots, _name(tenant, key))
 
     def file(self, number: int) -> OpenFile | None:
-        """None if it is gone, or may not be read past the page cache by us."""
+        """None if it is gone, or may not be read past the page cache by us. As many are kept open as the log has, and one more."""
         known = self._files.get(number)
         if known is not None:
             return known
@@ -129,8 +128,7 @@ class LogView:
             flags = os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC
             opened = OpenFile(os.open(f"{number:010d}.log", flags, dir_fd=self._directory.fd))
             with self._lock:
-                while len(self._files) >= MAX_OPEN_FILES:
-                    del self._files[next(iter(self._files))]
+                self._files = {each: file for each, file in self._files.items() if os.fstat(file.fd).st_nlink}  # the log has them still
                 self._files[number] = opened
             return opened
         return None
