@@ -73,6 +73,25 @@ def test_a_sampled_text_goes_on_the_same_after_a_crash(grids: Grids) -> None:
     assert again.tokens == whole.tokens
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("tp", "dtype"), [(3, "float32"), (4, "bfloat16")])
+def test_tensor_parallel_ranks_compute_the_same_again_after_a_crash(tmp_path: Path, tp: int, dtype: str) -> None:
+    """To the bit: decoded alone, then prompt and emitted tokens together, cut elsewhere and beside another request (rule R3)."""
+    model = tiny_llama.make(tmp_path, hidden_size=32 * tp, num_attention_heads=2 * tp, num_key_value_heads=tp)
+    params = SamplingParams(temperature=1.0, seed=12, logprobs=3)
+    with ScriptedPlanner(model, 1, tp, dtype=dtype).start() as planner:
+        whole = planner.request(0, prompt(5, 10), params)
+        alone = [planner.run(Work(whole, count))[0].logprobs for count in (10, *[1] * 12)]
+        other = planner.request(1, prompt(6, 30), SamplingParams(seed=3))
+        planner.run(Work(other, 30))
+        again = planner.request(2, whole.tokens[:18], params)
+        again.prompt_tokens = 10
+        planner.run(Work(other, 1), Work(again, 7))
+        after = [planner.run(Work(other, 1), Work(again, count))[1].logprobs for count in (11, 1, 1, 1, 1)]
+        assert again.tokens == whole.tokens
+        assert after == alone[8:]
+
+
 def test_logprobs_come_with_the_tokens(grids: Grids, tiny_model: Path) -> None:
     planner = grids(2, 1)
     request = planner.request(0, prompt(7, 6), GREEDY.replace(logprobs=2))
