@@ -57,6 +57,9 @@ TICK_S = 0.2
 BEAT_S = 0.5
 RECONNECT_S = 0.3
 SETTLE_S = 20.0
+AWAY_S = (0.1, 0.5, 3.0, 8.0)  # for how long a fault keeps something away: shorter than a put that is held up, and longer than any
+HELD_UP = 0.2  # share of puts and reads whose client stands still meanwhile
+RUSH = 6  # puts at once of a client that has found a master again
 HARMLESS = (StoreFault.WRITER_LOST, StoreFault.SLOW_COPIES, StoreFault.RECORD_EVICTED)
 
 
@@ -223,6 +226,7 @@ class StoreHistory:
             holder.on_logged = lambda place, holder=holder: self._logged(holder, place)  # type: ignore[misc]
         self._links: dict[str, Peer] = {}
         self._client: Peer | None = None
+        self._client_known = False  # it had a connection before
 
     def run(self) -> StoreReport:
         self._schedule()
@@ -369,7 +373,11 @@ class StoreHistory:
             if waiter is not None:
                 waiter(message)
 
-        self._client = self._open(hear, lost, TENANT)
+        again = self._client_known
+        self._client, self._client_known = self._open(hear, lost, TENANT), True
+        if again and self.random.random() < 0.5:
+            for key in self.random.sample(KEYS, RUSH):  # what waited meanwhile: room is wanted at once
+                self._put(key, max(LENGTHS))
 
     def _ask(self, make: Callable[[int], ClientToMaster], then: Callable[..., None]) -> None:
         peer = self._client
@@ -481,7 +489,11 @@ class StoreHistory:
             self.report.met["put revoked"] += answer.codes[0] == Status.OK
 
         gives_up = self.random.random() < self.options.revoked_share
-        self.heap.after(seconds + self._delay(), given_up if gives_up else written)
+        self.heap.after(seconds + self._held_up() + self._delay(), given_up if gives_up else written)
+
+    def _held_up(self) -> float:
+        """Seconds that a client stands still: for the rest of its batch, or because its machine is busy. Mostly none."""
+        return self.random.uniform(0, self.config.lease_s) if self.random.random() < HELD_UP else 0.0
 
     def _answers(self, holder: SimHolder) -> bool:
         return holder.alive and self.heap.now >= holder.paused_until
@@ -521,7 +533,7 @@ class StoreHistory:
             self.report.met["got from memory"] += 1
             self._seen(key, place.length, first + segment.read(spot.offset, half, place.length), asked_at)
 
-        self.heap.after(self.random.uniform(0, self.options.copy_s) * self.slow, finish)
+        self.heap.after(self.random.uniform(0, self.options.copy_s) * self.slow + self._held_up(), finish)
 
     def _still_good(self, header: tuple[int, int, int], stamp: int, length: int, deadline: float) -> bool:
         """Rule S1: finished within the lease, or the range is still this object's."""
@@ -567,9 +579,15 @@ class StoreHistory:
     def _arm(self, kind: StoreFault) -> None:
         """Strike now, or once the store is at something (never, if it never is)."""
         if self._waits and self.random.random() < 0.5:
-            self._armed.append((kind, self.random.choice(list(StoreActivity))))
+            self._armed.append((kind, self._moment(kind)))
         else:
             self._strike(kind)
+
+    def _moment(self, kind: StoreFault) -> StoreActivity:
+        """What a fault waits for. Masters die under readers more often: the next one does not know of their leases."""
+        if kind is StoreFault.MASTER_KILLED and self.random.random() < 0.5:
+            return StoreActivity.READING
+        return self.random.choice(list(StoreActivity))
 
     def _strike_armed(self) -> None:
         if self.heap.now > self._traffic_ends:
@@ -585,7 +603,7 @@ class StoreHistory:
         self.report.met[kind] += 1
         self.report.cells.update((kind, activity) for activity in self._activities())
         holder = self.random.choice(self.holders)
-        seconds = self.random.choice([0.5, 3.0, 8.0])
+        seconds = self.random.choice(AWAY_S)
         match kind:
             case StoreFault.HOLDER_KILLED:
                 self._kill_holder(holder, seconds)
@@ -596,7 +614,7 @@ class StoreHistory:
                 holder.paused_until = self.heap.now + seconds
             case StoreFault.MASTER_KILLED:
                 self._kill_master(self.random.choice([0.1, 1.0]))
-                if self.random.random() < 0.6:  # they were on one machine
+                if self.random.random() < 0.4:  # they were on one machine
                     self._kill_holder(holder, seconds)
             case StoreFault.WRITER_LOST:
                 if self._client is not None:
@@ -648,9 +666,10 @@ class StoreHistory:
         self.master = None
         self.partial = True
         for peer in list(self._peers.values()):
-            peer.alive = False
             del self._peers[peer.session]
-            peer.lost()
+            if peer.alive:  # one that broke just now has lost it already
+                peer.alive = False
+                peer.lost()
 
         def restart() -> None:
             self.epoch += 1
