@@ -70,7 +70,10 @@ def test_a_rank_killed_in_its_fetch_costs_a_restart_and_nothing_else(serve: Serv
 
 
 @pytest.mark.parametrize("serve", [{"pp": 2, "max_running": 1, "max_waiting": 1}], indirect=True)
-def test_rejected_and_aborted_requests_leave_no_ticket_even_where_a_rank_has_not_heard_of_it(serve: Served) -> None:
+def test_rejected_and_aborted_requests_leave_no_ticket_even_where_a_rank_has_not_heard_of_it(
+    serve: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serve.llm._host, "_places", 10)  # it waits for room itself, and the planner is to refuse
     prompts = make_prompts(10, seed=3)
     for prompt in prompts:
         serve.prime([prompt])
