@@ -64,6 +64,11 @@ def test_what_is_evicted_while_its_disk_fails_was_not_promised() -> None:
     run_store_history(812215, Preset.STORM)
 
 
+def test_what_a_holder_logged_before_its_memory_was_evicted_goes_with_a_removal() -> None:
+    """Kept: evicted everywhere because another's log has it, killed before it could say that its own has it too, removed, and back."""
+    run_store_history(1031163, Preset.STORM)
+
+
 def test_one_seed_is_one_history() -> None:
     assert run_store_history(3) == run_store_history(3)
 

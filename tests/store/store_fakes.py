@@ -37,13 +37,15 @@ from forebay.store.wire.messages import (
 
 @dataclass
 class FakeHolder:
-    """``acks``: whether burials are confirmed at once, or kept in ``unacked`` until the test says so."""
+    """``acks``: whether burials are confirmed at once, or kept in ``unacked`` until the test says so; ``tells``: whether it sends its
+    inventory by itself."""
 
     name: str
     memory_bytes: int = 1 << 20
     ssd_bytes: int = 1 << 30
     instance: str = "a"
     acks: bool = True
+    tells: bool = True
     session: int = 0
     number: int = 0
     token_key: bytes = b""
@@ -194,6 +196,8 @@ class World:
         match effect.message:
             case Registered(number, _, token_key):
                 holder.number, holder.token_key = number, token_key
+                if not holder.tells:
+                    return
                 entries = Inventory(
                     0,
                     list(holder.memory.values()),

@@ -5,6 +5,7 @@ import pytest
 from forebay.store.backend import Status
 from forebay.store.master.machine import FromHolder, Ticked
 from forebay.store.master.records import MasterConfig
+from forebay.store.master.space import evict
 from forebay.store.master.transitions import Cause, IllegalTransition, ReplicaState, move
 from forebay.store.wire.messages import (
     AGAIN,
@@ -810,6 +811,64 @@ def test_what_a_writer_did_not_write_is_buried_at_a_holder_that_was_killed_since
     returned(world, holders[1])
     world.call(client, PutEnd(2, [b"k"], [generation], [(holders[0].number,)]))
     assert holders[0].ssd and not holders[1].ssd
+
+
+def test_what_a_holder_logged_and_could_not_say_before_its_memory_was_evicted_goes_with_a_removal() -> None:
+    """Both log it and one is heard, so its memory may go everywhere; the other is killed before it can say that it has logged it."""
+    world = World(quiet(replicas=2))
+    holders = [world.holder(FakeHolder(name)) for name in ("h0", "h1")]
+    client = world.client()
+    granted = world.call(client, PutStart(1, [b"k"], [PAGE]))
+    assert isinstance(granted, Granted)
+    generation = world.write(granted, 0, "default", b"k", PAGE, persist=False)
+    assert world.call(client, PutEnd(2, [b"k"], [generation], [()])) == Codes(2, bytes([OK]))
+    world.persist(holders[1], "default", b"k", generation, PAGE)
+    for replica in world.master.state.tenants["default"].objects[b"k"].memory:
+        evict(world.master.state, replica)
+    holders[0].ssd["default", b"k", generation] = HeldSsd("default", b"k", generation, PAGE)
+    world.lose(holders[0].session)
+    assert world.call(client, Remove(3, [b"k"])) == Codes(3, bytes([OK]))
+    holders[0].restarted()
+    world.holder(holders[0])
+    assert exists(world, client, b"k") == [NOT_FOUND]
+    assert not holders[0].ssd and not holders[1].ssd
+
+
+def test_a_removal_reaches_a_log_that_is_back_and_has_yet_to_say_what_it_has() -> None:
+    """Logged, killed before it could say so, and back: between its registration and its inventory the key is removed."""
+    world = World(quiet(replicas=2))
+    holders = [world.holder(FakeHolder(name)) for name in ("h0", "h1")]
+    client = world.client()
+    granted = world.call(client, PutStart(1, [b"k"], [PAGE]))
+    assert isinstance(granted, Granted)
+    generation = world.write(granted, 0, "default", b"k", PAGE, persist=False)
+    assert world.call(client, PutEnd(2, [b"k"], [generation], [()])) == Codes(2, bytes([OK]))
+    holders[0].ssd["default", b"k", generation] = HeldSsd("default", b"k", generation, PAGE)
+    world.lose(holders[0].session)
+    holders[0].restarted()
+    entries = list(holders[0].ssd.values())
+    holders[0].tells = holders[0].acks = False
+    world.holder(holders[0])
+    world.ask(client, Remove(3, [b"k"]))
+    world.step(FromHolder(holders[0].session, Inventory(0, [], entries, [], True)))  # on its way when the removal came
+    for bury in holders[0].unacked:
+        world.step(FromHolder(holders[0].session, Buried(bury)))
+    assert world.inbox[client][-1] == Codes(3, bytes([OK]))
+    assert exists(world, client, b"k") == [NOT_FOUND]
+    assert not holders[0].ssd
+
+
+def test_who_has_said_what_its_log_has_is_not_asked_again() -> None:
+    world = World(quiet(replicas=2))
+    holders = [world.holder(FakeHolder(name)) for name in ("h0", "h1")]
+    assert put(world, world.client(), b"k") == OK
+    known = world.master.state.tenants["default"].objects[b"k"]
+    for replica in known.memory:
+        evict(world.master.state, replica)
+    assert known.unheard == (), "both had said so"
+    entry = HeldSsd("default", b"k", known.generation, PAGE)
+    world.step(FromHolder(holders[0].session, Dropped([entry])))
+    assert [copy.holder.number for copy in known.ssd] == [holders[1].number] and known.unheard == ()
 
 
 def test_a_log_that_came_back_without_a_record_is_not_believed_to_have_it() -> None:

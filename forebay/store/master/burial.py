@@ -24,9 +24,7 @@ class Digger:
 
     def bury(self, object: Object) -> None:
         """Every holder that knows ``object`` must forget it. Call before its replicas are dropped."""
-        holders = {replica.holder.number: replica.holder for replica in object.memory}
-        holders |= {replica.holder.number: replica.holder for replica in object.ssd}
-        for holder in holders.values():
+        for holder in object.holders().values():
             self.bury_at(holder, Grave(object.tenant.name, object.key, object.generation))
         self._gone[object.tenant.name, object.key] = (object.generation, True)
         if self._state.unheard:
@@ -83,8 +81,7 @@ class Digger:
 def may_bury(state: State, object: Object) -> bool:
     """Whether every holder that may have ``object`` is there, or another one to keep the removal for it."""
     present = {holder.register.name for holder in state.holders.values() if holder.present}
-    known = [replica.holder for replica in object.memory] + [copy.holder for copy in object.ssd]
-    absent = {holder.register.name for holder in known if not holder.present}
+    absent = {holder.register.name for holder in object.holders().values() if not holder.present}
     return all(present - {name} for name in absent | state.unheard.keys())
 
 

@@ -151,6 +151,7 @@ def dropped(state: State, holder: Holder, message: Dropped) -> None:
 
 
 def _drop_ssd(state: State, object: Object, holder: Holder) -> None:
+    object.heard(holder)
     for copy in object.ssd:
         if copy.holder is holder:
             move(copy, Cause.LOSE)
@@ -246,6 +247,7 @@ def _complete(state: State, now: float, holder: Holder) -> None:
                     space.drop_memory(state, replica, lease_until=0.0, now=0.0)
             if any(copy.holder is holder and copy.round != holder.round for copy in object.ssd):
                 _drop_ssd(state, object, holder)
+            object.heard(holder)
             _unlist_if_empty(object)
     _deliver(state, now, holder)
     holder.complete = True
@@ -305,6 +307,7 @@ def _forget_memory(state: State, holder: Holder) -> None:
         was_put = replica.state is ReplicaState.WRITING
         move(replica, Cause.LOSE)
         if not was_put:
+            object.unhear(holder)
             _unlist_if_empty(object)
     holder.draining.clear()
     holder.lanes.clear()

@@ -129,6 +129,7 @@ def drop_unwritten(state: State, replica: MemoryReplica) -> None:
 
 def install_ssd(state: State, object: Object, holder: Holder) -> None:
     """``object`` is in the log of ``holder``: announced, or found in its inventory."""
+    object.heard(holder)
     for known in object.ssd:
         if known.holder is holder:
             known.round = holder.round

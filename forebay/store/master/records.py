@@ -86,9 +86,10 @@ class SsdReplica:
 
 
 class Object:
-    """What one key holds. ``task``: the promotion that pins its SSD source."""
+    """What one key holds. ``task``: the promotion that pins its SSD source. ``unheard``: holders that lost its memory replica and
+    may have logged it before, though they have not said so: a removal must reach them too."""
 
-    __slots__ = ("generation", "key", "lease_until", "length", "memory", "ssd", "task", "tenant")
+    __slots__ = ("generation", "key", "lease_until", "length", "memory", "ssd", "task", "tenant", "unheard")
 
     def __init__(self, tenant: "Tenant", key: bytes, generation: int, length: int) -> None:
         self.tenant = tenant
@@ -98,6 +99,7 @@ class Object:
         self.lease_until = 0.0
         self.memory: tuple[MemoryReplica, ...] = ()
         self.ssd: tuple[SsdReplica, ...] = ()
+        self.unheard: tuple[Holder, ...] = ()
         self.task: Task | None = None
 
     def readable(self) -> bool:
@@ -105,6 +107,21 @@ class Object:
             if replica.holder.usable:
                 return True
         return self.durable()
+
+    def holders(self) -> "dict[int, Holder]":
+        """All that may have it, by number."""
+        known = [replica.holder for replica in self.memory] + [copy.holder for copy in self.ssd]
+        return {holder.number: holder for holder in (*known, *self.unheard)}
+
+    def unhear(self, holder: "Holder") -> None:
+        """Its memory replica at ``holder`` goes; whether the log there has it is not known unless it is in ``ssd``."""
+        if holder.has_log and holder not in self.unheard and not any([copy.holder is holder for copy in self.ssd]):
+            self.unheard = (*self.unheard, holder)
+
+    def heard(self, holder: "Holder") -> None:
+        """``holder`` has said what its log has of it."""
+        if self.unheard:
+            self.unheard = tuple([other for other in self.unheard if other is not holder])
 
     def durable(self) -> bool:
         for copy in self.ssd:  # noqa: SIM110

@@ -60,6 +60,7 @@ def drop_memory(state: State, replica: MemoryReplica, lease_until: float, now: f
     """Take a COMPLETE replica from its object, and free its range now or when ``lease_until`` has passed."""
     object, holder = replica.object, replica.holder
     object.memory = tuple([other for other in object.memory if other is not replica])
+    object.unhear(holder)
     assert replica.lane is not None
     replica.lane.remove(replica)
     if lease_until > now:
