@@ -813,15 +813,21 @@ def test_what_a_writer_did_not_write_is_buried_at_a_holder_that_was_killed_since
     assert holders[0].ssd and not holders[1].ssd
 
 
-def test_what_a_holder_logged_and_could_not_say_before_its_memory_was_evicted_goes_with_a_removal() -> None:
-    """Both log it and one is heard, so its memory may go everywhere; the other is killed before it can say that it has logged it."""
-    world = World(quiet(replicas=2))
+def stored_by_two(world: World) -> tuple[list[FakeHolder], int, int]:
+    """A put that is stored in the memory of both holders, and of which neither has said that it is logged."""
     holders = [world.holder(FakeHolder(name)) for name in ("h0", "h1")]
     client = world.client()
     granted = world.call(client, PutStart(1, [b"k"], [PAGE]))
     assert isinstance(granted, Granted)
     generation = world.write(granted, 0, "default", b"k", PAGE, persist=False)
     assert world.call(client, PutEnd(2, [b"k"], [generation], [()])) == Codes(2, bytes([OK]))
+    return holders, client, generation
+
+
+def test_what_a_holder_logged_and_could_not_say_before_its_memory_was_evicted_goes_with_a_removal() -> None:
+    """Both log it and one is heard, so its memory may go everywhere; the other is killed before it can say that it has logged it."""
+    world = World(quiet(replicas=2))
+    holders, client, generation = stored_by_two(world)
     world.persist(holders[1], "default", b"k", generation, PAGE)
     for replica in world.master.state.tenants["default"].objects[b"k"].memory:
         evict(world.master.state, replica)
@@ -837,12 +843,7 @@ def test_what_a_holder_logged_and_could_not_say_before_its_memory_was_evicted_go
 def test_a_removal_reaches_a_log_that_is_back_and_has_yet_to_say_what_it_has() -> None:
     """Logged, killed before it could say so, and back: between its registration and its inventory the key is removed."""
     world = World(quiet(replicas=2))
-    holders = [world.holder(FakeHolder(name)) for name in ("h0", "h1")]
-    client = world.client()
-    granted = world.call(client, PutStart(1, [b"k"], [PAGE]))
-    assert isinstance(granted, Granted)
-    generation = world.write(granted, 0, "default", b"k", PAGE, persist=False)
-    assert world.call(client, PutEnd(2, [b"k"], [generation], [()])) == Codes(2, bytes([OK]))
+    holders, client, generation = stored_by_two(world)
     holders[0].ssd["default", b"k", generation] = HeldSsd("default", b"k", generation, PAGE)
     world.lose(holders[0].session)
     holders[0].restarted()
