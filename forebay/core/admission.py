@@ -75,7 +75,7 @@ def _gives_way(replica: Replica, request: Request, now: float) -> bool:
     """Whether ``request`` still lets those go first that came before it and ask or fetch.
 
     A chunk cannot be interrupted and what has been fetched runs in next to no time, so it is worth a `HEAD_START` of what the chunk
-    will take in one stage, from when it came. Not on the staged route, where a fetch waits for chunks itself.
+    will take in the first stage, from when it came. Not on the staged route, where a fetch waits for chunks itself.
     """
     config = replica.config
     if config.staged or not config.hits_ahead:
@@ -85,7 +85,7 @@ def _gives_way(replica: Replica, request: Request, now: float) -> bool:
     if left <= config.page_size:
         return False  # as quick as what is fetched
     work = work_of(min(left, config.chunk_tokens), cached)
-    until = request.arrived_at + HEAD_START * replica.pace.predict(work) / config.pp
+    until = request.arrived_at + HEAD_START * replica.first_stage.predict(work)
     if now >= until:
         return False
     replica.gives_way_until = min(until, replica.gives_way_until or until)

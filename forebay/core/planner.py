@@ -287,6 +287,8 @@ class Planner:
             return
         record = in_flight[done.number - in_flight[0].number]
         record.waits_for.remove(done.rank)
+        if done.rank == 0:
+            record.first_stage_s = done.forward_s
         self.replica.spans.append(TimedSpan(SpanKind.ACK, record.built_at, now, record.number, part=done.rank))
         if done.rank == self.config.sampling_rank and not self._accept_samples(now, record, done):
             return
@@ -388,6 +390,7 @@ class Planner:
         self.replica.cache.retire(record.number)
         started = max(record.built_at, self.replica.last_retired_at)
         self.replica.pace.observe(record.work, now - started)
+        self.replica.first_stage.observe(record.work, record.first_stage_s)
         self.replica.last_retired_at = now
         self.replica.spans.append(TimedSpan(SpanKind.PLAN, record.built_at, now, record.number, record.tokens))
         self.counters.plan_retired(now - record.built_at)

@@ -74,7 +74,8 @@ class PlannerConfig:
 @dataclass(slots=True)
 class InFlight:
     """A plan that not all ranks have acknowledged. ``sampling``: (slot, request) of each piece that yields a token;
-    ``requests``: of all pieces; ``is_ahead``: of hits that went ahead of chunks, whose plan may be built too."""
+    ``requests``: of all pieces; ``is_ahead``: of hits that went ahead of chunks, whose plan may be built too; ``first_stage_s``:
+    the forward pass of the first stage, once it has said so."""
 
     number: int
     built_at: float
@@ -84,6 +85,7 @@ class InFlight:
     requests: list[Request]
     tokens: int = 0
     is_ahead: bool = False
+    first_stage_s: float = 0.0
 
 
 @dataclass
@@ -104,6 +106,7 @@ class Replica:
     stores: StoreQueue = field(init=False)
     tickets: TicketDesk = field(init=False)
     pace: Pace = field(default_factory=Pace)
+    first_stage: Pace = field(default_factory=Pace)  # of its forward passes alone
     built: int = 0
     digest: bytes = ZERO
     last_retired_at: float = 0.0
@@ -151,6 +154,7 @@ class Replica:
         self.cache = PageCache(device_pages, host_pages, self.built, self.config.staging)
         self.digest = ZERO
         self.pace = Pace(s_per_token)
+        self.first_stage = Pace(s_per_token / self.config.pp)
         self.last_retired_at = now
         self._slots = list(range(self.config.max_running - 1, -1, -1))
 

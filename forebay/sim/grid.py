@@ -195,9 +195,9 @@ class FakeGrid:
         rank.busy = True
         plan = rank.inbox.pop(0)
         seconds = self._random.uniform(self._timing.forward_low, self._timing.forward_high) * rank.slowness
-        self._after(rank, seconds, lambda: self._finish(rank, plan))
+        self._after(rank, seconds, lambda: self._finish(rank, plan, seconds))
 
-    def _finish(self, rank: FakeRank, plan: Plan) -> None:
+    def _finish(self, rank: FakeRank, plan: Plan, forward_s: float) -> None:
         rank.busy = False
         if self.poison and self._is_poisoned(rank, plan):
             return
@@ -209,7 +209,7 @@ class FakeGrid:
             receiver = self.ranks[following]
             self._after(receiver, self._delay(), lambda: self._hand_over(receiver, plan.number))
         is_sampler = rank.rank == (self._pp - 1) * self._tp
-        done = PlanDone(self.epoch, rank.rank, plan.number, samples if is_sampler else (), 0.0)
+        done = PlanDone(self.epoch, rank.rank, plan.number, samples if is_sampler else (), forward_s)
         self._acks[rank.rank].send(self._delay(), lambda: self._tell(done))
         if plan.backup is not None:
             self._back_up(rank, plan.backup)

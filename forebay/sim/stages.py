@@ -215,7 +215,8 @@ class StageGrid:
             is_last = stage is self.stages[-1]
             samples = tuple([self._samples[piece.slot] for piece in plan.pieces if piece.sample]) if is_last else ()
             first = stage.index * acks
-            done = [PlanDone(epoch, first + rank, plan.number, () if rank else samples) for rank in range(acks)]
+            pass_s = flight.ended_at[stage.index] - flight.began_at[stage.index]
+            done = [PlanDone(epoch, first + rank, plan.number, () if rank else samples, pass_s) for rank in range(acks)]
             stage.ack_channel = max(stage.ack_channel, flight.ended_at[stage.index] + self._control_s())
             if self._folded:
                 folded += done

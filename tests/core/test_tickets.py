@@ -17,7 +17,7 @@ from forebay.core.messages import (
     TransferDone,
     pack_tokens,
 )
-from forebay.core.pace import work_of
+from forebay.core.pace import PASS_WORK, work_of
 from forebay.core.planner import Effects, Event, GridLost, GridReady
 from forebay.core.request import Phase
 from forebay.core.sampling import SamplingParams
@@ -126,11 +126,24 @@ def test_a_chunk_gives_way_to_who_came_before_it_and_fetches_for_a_moment_alone(
     (query,) = ask(desk, "later", LATER).queries
     assert desk.take(QueryDone(query.number, 0)).plan is None
     due = desk.planner.next_deadline()
-    assert due is not None and desk.now < due <= desk.now + 0.25 * desk.planner.replica.pace.predict(work_of(8, 0))
+    assert due is not None and desk.now < due <= desk.now + 0.25 * desk.planner.replica.first_stage.predict(work_of(8, 0))
     desk.now = due
     plan = desk.take().plan
     assert plan is not None and spans(plan) == [(0, 8)]
     assert desk.planner.next_deadline() != due
+
+
+def test_the_head_start_is_a_share_of_what_the_first_stage_takes_however_soon_plans_follow_each_other() -> None:
+    desk = store_desk(pp=2)
+    (plan,) = desk.submit("slow", BUSY, max_tokens=1)
+    desk.take(PlanDone(1, 0, plan.number, forward_s=80.0))
+    assert not desk.done(plan, rank=1)
+    first_stage = desk.planner.replica.first_stage
+    assert first_stage.predict(PASS_WORK) == pytest.approx(0.8 * PASS_WORK * 0.001 / 2 + 0.2 * 80.0)
+    issue(desk)
+    (query,) = ask(desk, "later", LATER).queries
+    desk.take(QueryDone(query.number, 0))
+    assert desk.planner.next_deadline() == desk.now + 0.25 * first_stage.predict(work_of(8, 0))
 
 
 def test_what_gives_way_asks_for_no_step_while_nobody_is_admitted() -> None:
