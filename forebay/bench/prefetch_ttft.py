@@ -5,14 +5,18 @@
 Two arms, a store and a server each, alike but for the store's ``--ssd-prefetch``; both stores hold the same bytes. A request is a
 stored prefix and a tail of new tokens: computing the tail is the service time of the queue that others wait in. ``concurrency``
 requests are in flight; arms take turns, each asked the same prompts in the same order, each prompt once. Promotion on hit is off, log
-files are read and written with O_DIRECT. *Roomy* is the same with DRAM for everything: the bound on what can be saved.
+files are read and written with O_DIRECT. *Roomy* is the same with DRAM for everything: the bound on what can be saved. The routes
+follow one another on the same two stores, with servers and prompts of their own.
+
+What is to be expected: a fetch by ticket begins when its request arrives, and reads the SSD while the request waits, so a hint has next
+to nothing to bring up before it. The staged route begins a fetch when its turn has come: a hint has the time that the request waits.
 """
 
 import contextlib
+import itertools
 import math
 import random
 import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,20 +43,23 @@ MODEL_NAME = "bench"
 TURNS = (False, True, True, False)  # prefetch off and on: what drifts, drifts for both
 COPY_BATCH = 16
 NOT_PAGES = b"forebay-"  # what servers keep for themselves
+SALT = "prefetch"  # the same everywhere, so that keys are
+
+_Cell = tuple[FetchRoute, int]  # and concurrency
 
 
 @dataclass(frozen=True)
 class PrefetchTtftBench:
-    """Lengths in tokens, ``dram`` in bytes. ``requests``: of each concurrency and arm, over two turns."""
+    """Lengths in tokens, ``dram`` in bytes. ``requests``: of each route, concurrency and arm, over two turns."""
 
     model: str
     directory: Path
-    route: FetchRoute = FetchRoute.STAGED
+    routes: tuple[FetchRoute, ...] = (FetchRoute.STAGED, FetchRoute.TICKET)
     prefix: int = 1024
     tail: int = 192
     page: int = 64
     dram: int = 512 << 20
-    requests: int = 16
+    requests: int = 12
     concurrencies: tuple[int, ...] = (1, 2, 4)
     seed: int = 0
 
@@ -78,12 +85,18 @@ class _Figures:
 
 
 @dataclass(frozen=True)
+class _Store:
+    url: str
+    client: StoreClient
+    log: Path
+
+
+@dataclass(frozen=True)
 class _Arm:
-    """A store and the server on it. ``salt``: the same for both arms, so that their keys are."""
+    """A store and the server on it."""
 
     server: ArmServer
     store: StoreClient
-    salt: str
 
     def got(self) -> tuple[int, int]:
         counters = self.store.stats().counters
@@ -91,20 +104,21 @@ class _Arm:
 
 
 def run(config: PrefetchTtftBench, say: Callable[[str], None] = lambda line: None) -> list[dict[str, Any]]:
-    """One row per concurrency. Raises ``TtftError``, ``BenchError``, and what reading a model raises."""
+    """One row per route and concurrency. Raises ``TtftError``, ``BenchError``, and what reading a model raises."""
     model = load_config(resolve_model(config.model).path)
     prompts = _Prompts(config, model)
     tight, roomy = _tight(config, prompts, model, say), _roomy(config, prompts, model, say)
-    return [_row(config, concurrency, tight[concurrency], roomy[concurrency]) for concurrency in config.concurrencies]
+    return [_row(cell, tight[cell], roomy[cell]) for cell in itertools.product(config.routes, config.concurrencies)]
 
 
-def _row(config: PrefetchTtftBench, concurrency: int, tight: list[_Figures], roomy: list[_Figures]) -> dict[str, Any]:
+def _row(cell: _Cell, tight: list[_Figures], roomy: list[_Figures]) -> dict[str, Any]:
+    route, concurrency = cell
     off, on = tight
     mean_off, mean_on = (statistics.fmean(figures.ttft_s) for figures in tight)
     roomy_off, roomy_on = (statistics.fmean(figures.ttft_s) for figures in roomy)
     return {
         "concurrency": concurrency,
-        "route": config.route.value,
+        "route": route.value,
         "requests": len(off.ttft_s) + off.missed,
         "missed": [figures.missed for figures in (off, on, *roomy)],
         "off_ms": off.milliseconds(),
@@ -138,36 +152,42 @@ class _Prompts:
         return [dice.randrange(self._first, self._vocab) for _ in range(tokens)]
 
 
-def _tight(config: PrefetchTtftBench, prompts: _Prompts, model: ModelConfig, say: Callable[[str], None]) -> dict[int, list[_Figures]]:
-    """[off, on] by concurrency, every prefix from SSD and used once."""
+def _tight(config: PrefetchTtftBench, prompts: _Prompts, model: ModelConfig, say: Callable[[str], None]) -> dict[_Cell, list[_Figures]]:
+    """[off, on] by route and concurrency, every prefix from SSD and used once."""
     half = config.requests // 2
-    cold = sum(len(TURNS) // 2 * (half + concurrency) for concurrency in config.concurrencies)
+    of_a_route = sum(len(TURNS) // 2 * (half + concurrency) for concurrency in config.concurrencies)
+    cold = len(config.routes) * of_a_route
     prefix_bytes = config.prefix // config.page * _page_bytes(config, model)
     count = cold + math.ceil(config.dram / prefix_bytes) + 1
-    unused = iter(range(cold))
-    with _arms(config, model, config.dram, count * prefix_bytes, "tight") as arms:
-        keys = _fill(prompts, arms, count, say)
-        _check_cold(arms, [key for some in keys[:cold] for key in some])
-        found = {}
-        for concurrency in config.concurrencies:
-            say(f"measuring at concurrency {concurrency}")
-            turns = [[next(unused) for _ in range(half + concurrency)] for _ in range(2)]
-            found[concurrency] = _cell(config, prompts, arms, concurrency, turns)
-        return found
+    unused, keys = iter(range(cold)), list[list[bytes]]()
+    found: dict[_Cell, list[_Figures]] = {}
+    with _stores(config, config.dram, count * prefix_bytes, "tight") as stores:
+        for number, route in enumerate(config.routes):
+            with _arms(config, model, route, stores) as arms:
+                keys = keys or _fill(prompts, arms, count, say)
+                _check_cold(arms, [key for some in keys[number * of_a_route : cold] for key in some])
+                for concurrency in config.concurrencies:
+                    say(f"measuring {route.value} at concurrency {concurrency}")
+                    turns = [[next(unused) for _ in range(half + concurrency)] for _ in range(2)]
+                    found[route, concurrency] = _cell(config, prompts, arms, concurrency, turns)
+    return found
 
 
-def _roomy(config: PrefetchTtftBench, prompts: _Prompts, model: ModelConfig, say: Callable[[str], None]) -> dict[int, list[_Figures]]:
+def _roomy(config: PrefetchTtftBench, prompts: _Prompts, model: ModelConfig, say: Callable[[str], None]) -> dict[_Cell, list[_Figures]]:
     """The same with DRAM for everything, so that prefixes may be used again."""
     half = config.requests // 2
     count = half + max(config.concurrencies)
     data = count * (config.prefix // config.page) * _page_bytes(config, model)
-    with _arms(config, model, 3 * data, data, "roomy") as arms:
-        _fill(prompts, arms, count, say)
-        found = {}
-        for concurrency in config.concurrencies:
-            say(f"measuring with DRAM for everything at concurrency {concurrency}")
-            found[concurrency] = _cell(config, prompts, arms, concurrency, [range(half + concurrency)] * 2)
-        return found
+    found: dict[_Cell, list[_Figures]] = {}
+    with _stores(config, 3 * data, data, "roomy") as stores:
+        for number, route in enumerate(config.routes):
+            with _arms(config, model, route, stores) as arms:
+                if number == 0:
+                    _fill(prompts, arms, count, say)
+                for concurrency in config.concurrencies:
+                    say(f"measuring {route.value} with DRAM for everything at concurrency {concurrency}")
+                    found[route, concurrency] = _cell(config, prompts, arms, concurrency, [range(half + concurrency)] * 2)
+    return found
 
 
 def _cell(
@@ -186,7 +206,7 @@ def _cell(
 
 def _ask(config: PrefetchTtftBench, arm: _Arm, asks: Sequence[Ask], concurrency: int, figures: _Figures) -> None:
     before = arm.got()
-    answers: list[Answer] = arm.server.client.closed_load(asks, concurrency, arm.salt)
+    answers: list[Answer] = arm.server.client.closed_load(asks, concurrency, SALT)
     memory, ssd = (now - then for now, then in zip(arm.got(), before, strict=True))
     figures.memory_bytes += memory
     figures.ssd_bytes += ssd
@@ -212,7 +232,7 @@ def _fill(prompts: _Prompts, arms: Sequence[_Arm], count: int, say: Callable[[st
     for number in range(count):
         if number % 10 == 0:
             say(f"filling: {number} of {count} prompts")
-        first.server.client.closed_load([Ask(0, prompts.prefix(number), False)], 1, first.salt)
+        first.server.client.closed_load([Ask(0, prompts.prefix(number), False)], 1, SALT)
         _forget(first)
         new = [(key, size) for key, size in first.store.list() if key not in known and not key.startswith(NOT_PAGES)]
         keys.append([key for key, _ in new])
@@ -239,23 +259,32 @@ def _copy(source: StoreClient, target: StoreClient, objects: Sequence[tuple[byte
 
 
 @contextlib.contextmanager
-def _arms(config: PrefetchTtftBench, model: ModelConfig, dram: int, data: int, name: str) -> Iterator[list[_Arm]]:
+def _stores(config: PrefetchTtftBench, dram: int, data: int, name: str) -> Iterator[list[_Store]]:
     """Prefetch off, then on."""
     with contextlib.ExitStack() as stack:
-        arms = []
+        stores = []
         for hint in (False, True):
             log = config.directory / f"{name}-{'on' if hint else 'off'}"
             sizes = ("--dram", str(dram), "--ssd", str(log), "--ssd-size", str(4 * data), "--fsync", "never")
             flags = ("--high-watermark", "1", "--low-watermark", "0.97", "--lease-s", "0.5", *(["--ssd-prefetch"] if hint else []))
             url = stack.enter_context(store_process(*sizes, *flags))
-            store = stack.enter_context(StoreClient.connect(url, timeout_s=60.0))
-            server = stack.enter_context(running(config.model, _settings(config, model, url)))
+            stores.append(_Store(url, stack.enter_context(StoreClient.connect(url, timeout_s=60.0)), log))
+        yield stores
+
+
+@contextlib.contextmanager
+def _arms(config: PrefetchTtftBench, model: ModelConfig, route: FetchRoute, stores: Sequence[_Store]) -> Iterator[list[_Arm]]:
+    """A server of this route on each store."""
+    with contextlib.ExitStack() as stack:
+        arms = []
+        for store in stores:
+            server = stack.enter_context(running(config.model, _settings(config, model, route, store.url)))
             client = Client(server.url, MODEL_NAME, 1)
-            arms.append(_Arm(ArmServer(Arm(config.route), client, log / "timeline"), store, f"prefetch/{time.time_ns()}"))
-        yield [_Arm(arm.server, arm.store, arms[0].salt) for arm in arms]
+            arms.append(_Arm(ArmServer(Arm(route), client, store.log / f"timeline-{route.value}"), store.client))
+        yield arms
 
 
-def _settings(config: PrefetchTtftBench, model: ModelConfig, url: str) -> Settings:
+def _settings(config: PrefetchTtftBench, model: ModelConfig, route: FetchRoute, url: str) -> Settings:
     pages = -(-(config.prefix + config.tail) // config.page) + 2
     memory = 2 * pages * max(config.concurrencies) * _page_bytes(config, model)
     return resolve(
@@ -264,7 +293,7 @@ def _settings(config: PrefetchTtftBench, model: ModelConfig, url: str) -> Settin
             "port": 0,
             "served_model_name": MODEL_NAME,
             "store": url,
-            "fetch_route": config.route,
+            "fetch_route": route,
             "fetch_policy": "wait",
             "fetch_threshold": config.page,
             "page_size": config.page,

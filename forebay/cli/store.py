@@ -427,12 +427,12 @@ def _prefetch_ttft(model: str, route: str, logs: Path) -> list[dict[str, Any]]:
     from forebay.models.errors import ModelError
     from forebay.settings import FetchRoute
 
-    if route not in ("staged", "ticket"):
-        raise SettingsError(f"--route {route} is not known; allowed: staged, ticket")
+    routes = {"staged": (FetchRoute.STAGED,), "ticket": (FetchRoute.TICKET,), "both": (FetchRoute.STAGED, FetchRoute.TICKET)}
+    if route not in routes:
+        raise SettingsError(f"--route {route} is not known; allowed: staged, ticket, both")
     try:
-        return prefetch_ttft.run(
-            prefetch_ttft.PrefetchTtftBench(model, logs, FetchRoute(route)), lambda line: typer.echo(line, err=True)
-        )
+        config = prefetch_ttft.PrefetchTtftBench(model, logs, routes[route])
+        return prefetch_ttft.run(config, lambda line: typer.echo(line, err=True))
     except ModelError as error:
         raise SettingsError(str(error)) from error
     except TtftError as error:
@@ -453,7 +453,7 @@ def bench(
     ] = None,
     tls_cert: Annotated[Path | None, typer.Option(help="measure TLS instead, beside TCP without: a certificate for 127.0.0.1")] = None,
     tls_key: TlsKey = None,
-    route: Annotated[str, typer.Option(help="with --serve: the servers' fetch route, staged or ticket")] = "staged",
+    route: Annotated[str, typer.Option(help="with --serve: the servers' fetch route: staged, ticket or both")] = "both",
     json: Json = False,
 ) -> None:
     """Measure puts, gets and exists beside memcpy, raw sockets and O_DIRECT in the same run."""
@@ -489,8 +489,9 @@ def bench(
         Console().print(table)
     for row in result["prefetch"]:
         off, on = row["off_ms"], row["on_ms"]
+        what = f"TTFT by {row['route']}" if "route" in row else "read"
         typer.echo(
-            f"concurrency {row['concurrency']}: {'TTFT' if 'route' in row else 'read'} p50 {off['p50']:.1f} -> {on['p50']:.1f} ms, "
+            f"concurrency {row['concurrency']}: {what} p50 {off['p50']:.1f} -> {on['p50']:.1f} ms, "
             f"mean {off['mean']:.1f} -> {on['mean']:.1f}, "
             f"p99 {off['p99']:.1f} -> {on['p99']:.1f}; {row['dram_bytes_pct']:.0f} % of bytes from DRAM; "
             f"saved {row['saved_pct']:.0f} % of at most {row['bound_pct']:.0f} %"

@@ -4,14 +4,18 @@
 
 Requests of ``pages`` pages arrive in a closed loop of ``concurrency``: each probes when it arrives, waits behind the
 ``concurrency - 1`` requests before it, each of which reads its pages and then computes for ``service_s``, and reads when its turn
-comes. Off and on differ in the hint alone: same keys, same order, promotion on hit off, O_DIRECT in both. The bound on what can be
-saved is what reading from DRAM would save, measured in the same run: ``1 - t_dram / t_ssd``.
+comes. Off and on differ in the hint alone: same keys, same order, promotion on hit off, O_DIRECT in both; both stores are up all the
+time, and their arms take turns. The bound on what can be saved is what reading from DRAM would save, measured in the same run:
+``1 - t_dram / t_ssd``. *Roomy* is the same with DRAM for everything.
 """
 
+import contextlib
+import shutil
 import statistics
 import time
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -24,17 +28,19 @@ from forebay.store.client.prefetcher import PrefetchOptions
 from forebay.store.client.store import StoreClient
 from forebay.store.wire.messages import Tier
 
+TURNS = (False, True, True, False)  # the hint off and on: what drifts, drifts for both
+
 
 @dataclass(frozen=True)
 class PrefetchBench:
-    """Sizes in bytes, times in seconds."""
+    """Sizes in bytes, times in seconds. ``requests``: of a turn, of which each arm has two; a p99 wants more than a hundred of them."""
 
     directory: Path
     page: int = 1 << 20
     pages: int = 8
     dram: int = 256 << 20
-    data: int = 1 << 30
-    requests: int = 48
+    data: int = 1536 << 20
+    requests: int = 75
     service_s: float = 0.03
     concurrencies: tuple[int, ...] = (1, 2, 4)
     seed: int = 0
@@ -42,10 +48,10 @@ class PrefetchBench:
 
 @dataclass
 class Arm:
-    """Read times of one arm, and the share of bytes that came from DRAM."""
+    """Read times of one arm, and how many of its pages came from DRAM."""
 
-    seconds: list[float]
-    dram_share: float
+    seconds: list[float] = field(default_factory=list)
+    warm_pages: int = 0
 
     def figures(self) -> dict[str, float]:
         ordered = sorted(self.seconds)
@@ -59,42 +65,85 @@ def run(config: PrefetchBench) -> list[dict[str, Any]]:
 
 
 def _row(config: PrefetchBench, concurrency: int) -> dict[str, Any]:
-    off = _arm(config, concurrency, hint=False)
-    on = _arm(config, concurrency, hint=True)
+    off, on = _cold(config, concurrency)
+    roomy_off, roomy_on = _roomy(config, concurrency)
     dram_s = _dram_seconds(config)
-    ssd_s = statistics.fmean(off.seconds)
+    ssd_s, roomy_s = statistics.fmean(off.seconds), statistics.fmean(roomy_off.seconds)
     return {
         "concurrency": concurrency,
+        "requests": len(off.seconds),
         "off_ms": off.figures(),
         "on_ms": on.figures(),
-        "dram_bytes_pct": 100 * on.dram_share,
-        "dram_bytes_off_pct": 100 * off.dram_share,
+        "dram_bytes_pct": _warm_pct(config, on),
+        "dram_bytes_off_pct": _warm_pct(config, off),
         "saved_pct": 100 * (1 - statistics.fmean(on.seconds) / ssd_s),
         "bound_pct": 100 * (1 - dram_s / ssd_s),
+        "roomy_off_ms": roomy_off.figures(),
+        "roomy_on_ms": roomy_on.figures(),
+        "roomy_change_pct": 100 * (statistics.fmean(roomy_on.seconds) / roomy_s - 1),
     }
 
 
-def _arm(config: PrefetchBench, concurrency: int, *, hint: bool) -> Arm:
-    """A fresh store, filled the same way, read in the same order."""
-    log = config.directory / f"log-{concurrency}-{hint}"
-    sizes = ("--dram", str(config.dram), "--ssd", str(log), "--ssd-size", str(4 * config.data), "--fsync", "never")
+def _warm_pct(config: PrefetchBench, arm: Arm) -> float:
+    return 100 * arm.warm_pages / (len(arm.seconds) * config.pages)
+
+
+def _cold(config: PrefetchBench, concurrency: int) -> tuple[Arm, Arm]:
+    """Off and on: every page from SSD, and read once."""
+    a_turn = config.requests + concurrency
+    arms = (Arm(), Arm())
+    with _store(config, f"off-{concurrency}", config.dram) as without, _store(config, f"on-{concurrency}", config.dram) as having:
+        groups = [_cold_groups(config, client, len(TURNS) // 2 * a_turn) for client in (without, having)]
+        for hint in TURNS:
+            turn, groups[hint] = groups[hint][:a_turn], groups[hint][a_turn:]
+            _measure(config, having if hint else without, turn, concurrency, hint, arms[hint])
+    return arms
+
+
+def _roomy(config: PrefetchBench, concurrency: int) -> tuple[Arm, Arm]:
+    """Off and on with DRAM for everything, so that pages may be read again."""
+    arms = (Arm(), Arm())
+    small = replace(config, data=config.dram // 2)
+    with _store(small, f"roomy-{concurrency}", config.dram) as client:
+        groups = _groups(config, _fill(small, client))
+        for hint in TURNS:
+            turn = [groups[number % len(groups)] for number in range(config.requests + concurrency)]
+            _measure(config, client, turn, concurrency, hint, arms[hint])
+    return arms
+
+
+@contextlib.contextmanager
+def _store(config: PrefetchBench, name: str, dram: int) -> Iterator[StoreClient]:
+    """A client of a fresh store with a log of its own."""
+    log = config.directory / name
+    sizes = ("--dram", str(dram), "--ssd", str(log), "--ssd-size", str(4 * config.data), "--fsync", "never")
     flags = ("--high-watermark", "1", "--low-watermark", "0.97", "--lease-s", "0.5", "--ssd-prefetch")
     options = PrefetchOptions(enabled=True, hint_window_s=0.5)
     with store_process(*sizes, *flags) as url, StoreClient.connect(url, timeout_s=60.0, prefetch=options) as client:
-        keys = _fill(config, client)
-        cold = [key for key, tiers in zip(keys, client.tiers(keys), strict=True) if tiers == {Tier.SSD}]
-        groups = [cold[start : start + config.pages] for start in range(0, len(cold) - config.pages + 1, config.pages)]
-        Random(config.seed).shuffle(groups)
-        if len(groups) < config.requests + concurrency:
-            raise BenchError(f"{len(groups)} cold requests; {config.requests + concurrency} are needed: take more data")
-        return _measure(config, client, groups[: config.requests + concurrency], concurrency, hint)
+        yield client
+    shutil.rmtree(log)
 
 
-def _measure(config: PrefetchBench, client: StoreClient, groups: list[list[bytes]], concurrency: int, hint: bool) -> Arm:
+def _groups(config: PrefetchBench, keys: list[bytes]) -> list[list[bytes]]:
+    groups = [keys[start : start + config.pages] for start in range(0, len(keys) - config.pages + 1, config.pages)]
+    Random(config.seed).shuffle(groups)
+    return groups
+
+
+def _cold_groups(config: PrefetchBench, client: StoreClient, count: int) -> list[list[bytes]]:
+    """Filled the same way and read in the same order by both arms."""
+    keys = _fill(config, client)
+    cold = [key for key, tiers in zip(keys, client.tiers(keys), strict=True) if tiers == {Tier.SSD}]
+    groups = _groups(config, cold)
+    if len(groups) < count:
+        raise BenchError(f"{len(groups)} cold requests; {count} are needed: take more data")
+    return groups[:count]
+
+
+def _measure(config: PrefetchBench, client: StoreClient, groups: list[list[bytes]], concurrency: int, hint: bool, arm: Arm) -> None:
     buffers = [np.zeros(config.page, np.uint8) for _ in range(config.pages)]
     views = [buffer.data for buffer in buffers]
     arriving, queue = deque(groups), deque[list[bytes]]()
-    arm, warm = Arm([], 0.0), 0
 
     def arrive() -> None:
         if arriving:
@@ -104,9 +153,9 @@ def _measure(config: PrefetchBench, client: StoreClient, groups: list[list[bytes
 
     for _ in range(concurrency):
         arrive()
-    for number in range(config.requests):
+    for number in range(len(groups)):
         group = queue.popleft()
-        warm += sum(Tier.MEMORY in tiers for tiers in client.tiers(group)) if number >= concurrency else 0
+        warm = sum(Tier.MEMORY in tiers for tiers in client.tiers(group))
         begun = time.perf_counter()
         statuses = client.get_into(group, views)
         taken = time.perf_counter() - begun
@@ -114,10 +163,9 @@ def _measure(config: PrefetchBench, client: StoreClient, groups: list[list[bytes
             raise BenchError(f"a read said {statuses}")
         if number >= concurrency:  # the first ones found no queue before them
             arm.seconds.append(taken)
+            arm.warm_pages += warm
         time.sleep(config.service_s)
         arrive()
-    arm.dram_share = warm / (len(arm.seconds) * config.pages)
-    return arm
 
 
 def _fill(config: PrefetchBench, client: StoreClient) -> list[bytes]:

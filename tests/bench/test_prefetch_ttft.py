@@ -19,7 +19,7 @@ def model(tmp_path: Path) -> str:
 @pytest.mark.slow
 def test_prefixes_come_from_ssd_where_dram_is_full_and_from_dram_where_it_is_roomy(model: str, tmp_path: Path) -> None:
     rows = prefetch_ttft.run(PrefetchTtftBench(model, tmp_path, dram=1 << 20, **SMALL))  # type: ignore[arg-type]
-    assert [row["concurrency"] for row in rows] == [1, 2]
+    assert [(row["route"], row["concurrency"]) for row in rows] == [("staged", 1), ("staged", 2), ("ticket", 1), ("ticket", 2)]
     for row in rows:
         assert row["dram_bytes_off_pct"] < 20, "only what servers keep for themselves is in DRAM"
         assert row["requests"] == 4 and sum(row["missed"]) <= 4
