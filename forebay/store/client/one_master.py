@@ -358,9 +358,12 @@ class OneMaster:
         """Keys headed for the SSD get one last attempt at a promotion; those under way are waited for, all together for at most
         ``get_wait_ms``. Then the SSD is read."""
         options = self.prefetcher.options
-        if not options.enabled or options.get_wait_ms <= 0:
+        if not options.enabled:
             return
         cold = [want for want in wants if want.spots and want.spots[0].tier is Tier.SSD]
+        if options.get_wait_ms <= 0:
+            self.prefetcher.overtaken([want.key for want in cold])
+            return
         if not cold:
             return
         self.prefetcher.submit([want.key for want in cold], demand=True)

@@ -2,6 +2,7 @@
 
     probe -> throttle.admit -> queue -> [query read-only, keep what is on SSD only] -> PrefetchKeys to each holder, no answer wanted
 
+What a get reads meanwhile is left out, here and at the holder: the hint came too late for it.
 A holder that does not know the message drops it; one that does runs the promotions under its own id. A full queue declines.
 """
 
@@ -97,6 +98,12 @@ class Prefetcher:
         live = (State.TRIGGERED, State.IN_FLIGHT, State.DELEGATED)
         return [key for key in keys if self.throttle.state(key, now) in live]
 
+    def overtaken(self, keys: Sequence[bytes]) -> None:
+        """A get reads these from the SSD now: a promotion that no holder was told of yet would read them a second time for nobody."""
+        now = time.monotonic()
+        late = [key for key in keys if self.throttle.state(key, now) is State.TRIGGERED]
+        self.throttle.move(late, State.FAILED, now)
+
     def close(self) -> None:
         for _ in self._threads:
             try:
@@ -136,7 +143,11 @@ class Prefetcher:
         self.throttle.move(resident, State.ALREADY_RESIDENT, now)
         self.throttle.move(missing, State.FAILED, now)
         self._count(resident=len(resident), missing=len(missing))
-        for holder, keys in by_holder.items():
+        for holder, wanted in by_holder.items():
+            keys = [key for key in wanted if self.throttle.state(key, now) is State.TRIGGERED]
+            self._count(failed=len(wanted) - len(keys))
+            if not keys:
+                continue
             sent = self._delegate(holder, keys, chunk.demand)
             self.throttle.move(keys, State.DELEGATED if sent else State.FAILED, time.monotonic())
             self._count(**{"sent" if sent else "failed": len(keys)})

@@ -154,11 +154,13 @@ class DataServer:
             codes = bytes(Status.OK if at(offset, stamp) else Status.NOT_FOUND for offset, stamp in message.ranges)
             connection.answer(Codes(message.call, codes))
         elif isinstance(message, ReadSsd):
+            self._overtake(connection, message.cuts)
             for index, cut in enumerate(message.cuts):
                 self._spawn(connection, self._send_cut(connection, message.call, index, cut))
         elif isinstance(message, CopyIn):
             self._spawn(connection, self._copy_in(connection, message))
         elif isinstance(message, CopyOut):
+            self._overtake(connection, message.cuts)
             self._spawn(connection, self._copy_out(connection, message))
         return ()
 
@@ -256,6 +258,10 @@ class DataServer:
         total = sum(map(len, payload))
         self.bytes_out += total
         connection.send(encode(Codes(message.call, bytes(codes)), total), payload)
+
+    def _overtake(self, connection: Connection, cuts: Sequence[Cut]) -> None:
+        if self._promoter is not None:
+            self._promoter.overtaken(_tenant(connection), [cut.key for cut in cuts])
 
     async def _send_cut(self, connection: Connection, call: int, index: int, cut: Cut) -> None:
         async with _peer(connection).reading:

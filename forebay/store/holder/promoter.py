@@ -46,6 +46,7 @@ class Promoter:
         self._link = link
         self._known = known
         self._tasks: set[asyncio.Task[None]] = set()
+        self._hinted: dict[bytes, bool] = {}  # by name, until its read begins: whether a get was there first
         self.throttle = PrefetchThrottle()
         self.declined = self.promoted = 0
 
@@ -61,6 +62,14 @@ class Promoter:
             else:
                 self._spawn(self._prefetch_chunk(tenant, chunk, hint_s))
 
+    def overtaken(self, tenant: str, keys: Sequence[bytes]) -> None:
+        """A get reads these: a promotion that has not begun to read them would do it a second time, for nobody."""
+        if self._hinted:
+            for key in keys:
+                name = _name(tenant, key)
+                if name in self._hinted:
+                    self._hinted[name] = True
+
     def run(self, task: int, tenant: str, key: bytes) -> None:
         """A task that the master created (promotion on hit)."""
         self._spawn(self._run_tasks(tenant, [(task, key)]))
@@ -71,6 +80,15 @@ class Promoter:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _prefetch_chunk(self, tenant: str, keys: list[bytes], hint_s: float) -> None:
+        hinted = {_name(tenant, key): False for key in keys}
+        self._hinted |= hinted
+        try:
+            await self._register(tenant, keys, hint_s)
+        finally:
+            for name in hinted:
+                self._hinted.pop(name, None)
+
+    async def _register(self, tenant: str, keys: list[bytes], hint_s: float) -> None:
         number = self._link.new_call()
         answer = await self._link.call(RegisterPrefetch(number, tenant, keys, hint_s), number, CALL_S)
         if not isinstance(answer, Prefetchable):
@@ -88,7 +106,9 @@ class Promoter:
         open_tasks = dict(tasks)
         try:
             for start in range(0, len(tasks), ALLOC_TASKS):
-                some = tasks[start : start + ALLOC_TASKS]
+                some = [task for task in tasks[start : start + ALLOC_TASKS] if not self._is_late(tenant, task[1])]
+                if not some:
+                    continue
                 self._note(tenant, open_tasks.values(), State.IN_FLIGHT)  # refreshed while it lasts
                 number = self._link.new_call()
                 answer = await self._link.call(AllocStart(number, [task for task, _ in some]), number, CALL_S)
@@ -108,7 +128,9 @@ class Promoter:
             self._note(tenant, open_tasks.values(), State.FAILED)
 
     async def _fill(self, task: int, entry: Entry, open_tasks: dict[int, bytes]) -> None:
-        found = await self._reads.read(entry.tenant, entry.key, entry.generation)
+        late = self._is_late(entry.tenant, entry.key)
+        self._hinted.pop(_name(entry.tenant, entry.key), None)
+        found = await self._reads.read(entry.tenant, entry.key, entry.generation) if not late else None
         ok = False
         if found is not None:
             buffer, length = found
@@ -123,6 +145,9 @@ class Promoter:
         self._link.send(PromotionDone(task, ok))
         self._note(entry.tenant, [entry.key], State.COMPLETED if ok else State.FAILED)
         self.promoted += ok
+
+    def _is_late(self, tenant: str, key: bytes) -> bool:
+        return self._hinted.get(_name(tenant, key), False)
 
     def _refused(self, tenant: str, key: bytes, code: PrefetchCode) -> None:
         """No memory: for a while prefetch keeps out of the way of eviction and offload."""
