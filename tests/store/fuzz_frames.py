@@ -28,6 +28,8 @@ from typing import Any, Protocol
 import msgspec
 
 from forebay.store.address import Address
+from forebay.store.backend import Status
+from forebay.store.client.store import StoreClient
 from forebay.store.crc import crc32c
 from forebay.store.holder.data import Peer
 from forebay.store.holder.log.files import Directory
@@ -35,7 +37,7 @@ from forebay.store.holder.log.log import Item, SsdLog
 from forebay.store.holder.mapping import Staging
 from forebay.store.holder.memory import Entry
 from forebay.store.holder.node import Holder, HolderConfig
-from forebay.store.master import invariants, puts
+from forebay.store.master import claims, invariants, puts
 from forebay.store.master.records import MasterConfig
 from forebay.store.master.server import MasterServer
 from forebay.store.wire import auth, frames, messages
@@ -51,7 +53,8 @@ MAX_LOG_BYTES = 24 << 10
 CHECK_EVERY = 50
 STAGING_BYTES = 64 << 10
 GOOD = b"good value " * 100
-_INTERESTING = (0, 1, -1, 63, 64, 4096, 2**31, 2**32 - 1, 2**63 - 1, 2**64 - 1, b"", b"k", "", "default", [], None, True, 1.5, [b"k"])
+_BORDERS = (2**31, 2**32 - 1, 2**50, 2**60, 2**61, 2**62, 2**63 - 1, 2**64 - 1)
+_INTERESTING = (0, 1, -1, 63, 64, 4096, *_BORDERS, b"", b"k", "", "default", [], None, True, 1.5, [b"k"])
 
 
 @cache
@@ -190,6 +193,16 @@ def make_targets(master: MasterServer, holder: Holder, directory: Path) -> dict[
         assert bytes(holder.segment.data(good.offset, good.length)) == GOOD, "a good tenant's bytes were overwritten"
         assert holder.memory.at(good.offset, good.stamp) is good, "a good tenant's object is gone"
 
+    async def others_are_well() -> None:
+        """A holder that says the truth comes back to the master, and what a client does there still works."""
+        await master_is_well()
+        holder._link.reconnect()
+        while holder.serving:
+            await asyncio.sleep(0)
+        await holder_is_well()
+        assert await asyncio.to_thread(come_and_go, master.address) == [Status.OK, Status.OK]
+        await holder_is_well()
+
     def read_log(data: bytes) -> None:
         where = Path(tempfile.mkdtemp(dir=directory))
         (where / "0000000001.log").write_bytes(data)
@@ -212,7 +225,7 @@ def make_targets(master: MasterServer, holder: Holder, directory: Path) -> dict[
     return {
         "opening": ServerTarget(master._accept, None, seeds(messages.Opening), master_is_well),
         "client-to-master": ServerTarget(master._accept, Role.CLIENT, seeds(messages.ClientToMaster), master_is_well),
-        "holder-to-master": ServerTarget(master._accept, Role.HOLDER, seeds(messages.HolderToMaster), master_is_well),
+        "holder-to-master": ServerTarget(master._accept, Role.HOLDER, seeds(messages.HolderToMaster) + boasts(), others_are_well),
         "client-to-holder": ServerTarget(
             holder._accept, Role.CLIENT, seeds(messages.ClientToHolder) + written(holder, good), holder_is_well
         ),
@@ -220,6 +233,12 @@ def make_targets(master: MasterServer, holder: Holder, directory: Path) -> dict[
         "master-to-holder": ReaderTarget(read_all(frames.decode_master_to_holder), seeds(messages.MasterToHolder)),
         "log-file": ReaderTarget(read_log, [a_log_file(directory)]),
     }
+
+
+def come_and_go(master: Address) -> list[Status]:
+    """What a put and its removal say."""
+    with StoreClient.connect(f"forebay://{master}", tenant="another", timeout_s=SERVES_AGAIN_S) as client:
+        return [client.put(b"fleeting", b"value"), *client.remove([b"fleeting"])]
 
 
 def store_good(master: MasterServer, holder: Holder) -> Entry:
@@ -262,6 +281,25 @@ def written(holder: Holder, good: Entry) -> list[bytes]:
     return made
 
 
+def boasts() -> list[bytes]:
+    """Claims of the highest generations that the wire allows, and of those that a master just believes."""
+    made = []
+    now_ms = time.time_ns() // 1_000_000
+    for generation in (2**63 - 1, 2**62, claims.first_generation(now_ms + claims.MARGIN_MS)):
+        register = messages.Register("boaster", "i", "h", 1, "", "m", 1 << 20, 1 << 30, generation)
+        held = messages.HeldSsd("another", b"fleeting", generation, 1)
+        memory = messages.HeldMemory("another", b"fleeting", generation, 1, 0, generation)
+        grave = messages.Grave("another", b"fleeting", generation, behalf="somebody")
+        said = [
+            messages.Inventory(0, [memory], [], [], True),
+            messages.Inventory(0, [], [held], [], True),
+            messages.Inventory(0, [], [], [grave], True),
+            messages.Persisted([held]),
+        ]
+        made += [encode(register), *(encode(msgspec.structs.replace(register, highest_generation=1)) + encode(one) for one in said)]
+    return made
+
+
 def a_log_file(directory: Path) -> bytes:
     where = Path(tempfile.mkdtemp(dir=directory))
     log = SsdLog(Directory(where), 64 << 20)
@@ -286,8 +324,8 @@ def example(kind: Any) -> Any:
     if kind in plain:
         return plain[kind]
     origin = getattr(kind, "__origin__", None)
-    if isinstance(origin, type) and origin in plain:
-        return plain[origin]  # with limits
+    if hasattr(kind, "__metadata__"):
+        return example(origin)  # with limits
     if origin is list:
         return [example(kind.__args__[0])]
     if origin is tuple:

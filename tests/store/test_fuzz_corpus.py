@@ -8,6 +8,7 @@ import pytest
 
 from forebay.store.crc import crc32c
 from forebay.store.holder import data
+from forebay.store.master import claims
 from forebay.store.wire.frames import encode
 from forebay.store.wire.messages import Piece, Write
 from tests.store import fuzz_frames
@@ -38,6 +39,22 @@ def test_canary_a_holder_that_takes_any_token_is_found_out(tmp_path: Path, monke
     piece = Piece(b"k", (1 << 62) + 1, 0, 5, crc32c(b"wrong"), b"anything")
     with pytest.raises(AssertionError, match="good tenant"):
         asyncio.run(overwrite(tmp_path, encode(Write(1, [piece]), 5) + b"wrong"))
+
+
+def test_canary_a_master_that_believes_anything_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(claims, "highest", lambda _: 0)
+    monkeypatch.setattr(fuzz_frames, "SERVES_AGAIN_S", 0.5)
+    with pytest.raises(AssertionError):
+        asyncio.run(boast(tmp_path))
+
+
+async def boast(path: Path) -> None:
+    async with fuzz_frames.targets(path) as targets:
+        target = targets["holder-to-master"]
+        await target.check()
+        for one in fuzz_frames.boasts():
+            await target.run(one, random.Random(0))
+        await target.check()
 
 
 async def overwrite(path: Path, frame: bytes) -> None:

@@ -60,6 +60,8 @@ class Channel:
             raise
         except OSError as error:
             raise ChannelError(f"{address}: {error.strerror or error}") from error
+        except UnicodeError as error:  # a host that cannot be a name
+            raise ChannelError(f"{address}: {error}") from error
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         send_unpaced(connected)
         channel = Channel(connected) if tls is None else TlsChannel.wrap(connected, address, tls, deadline)

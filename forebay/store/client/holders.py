@@ -144,6 +144,7 @@ class LocalChannel(Channel):
         self.segment_bytes = answer.segment_bytes
 
     def take_segment(self) -> MappedSegment:
+        """Raises ``OSError`` for memory that is not what was promised, or may be taken away under us."""
         return MappedSegment(self._given.pop(0), self.segment_bytes)
 
     def take_log(self) -> LogView | None:
@@ -203,17 +204,26 @@ class HolderPeer:
     def _connect(self, deadline: float) -> Channel:
         if self._door_open:
             try:
-                channel = LocalChannel.enter(self.entry.unix, self._tenant, self._secret, deadline, self._lent)
-            except ChannelError:
+                return self._enter(deadline)
+            except TimeoutError:
+                raise
+            except OSError:
                 self._door_open = False  # then by TCP like everyone
-            else:
-                with self._lock:
-                    if self.segment is None:
-                        self.segment = channel.take_segment()
-                        self.log = channel.take_log()
-                channel.drop_given()
-                return channel
         return Channel.connect(Address(self.entry.host, self.entry.port), self._tenant, self._secret, deadline, self._tls)
+
+    def _enter(self, deadline: float) -> Channel:
+        """Through the door. Raises ``OSError``, which ``ChannelError`` and ``TimeoutError`` are too."""
+        channel = LocalChannel.enter(self.entry.unix, self._tenant, self._secret, deadline, self._lent)
+        try:
+            with self._lock:
+                if self.segment is None:
+                    self.segment = channel.take_segment()
+                    self.log = channel.take_log()
+        except OSError:
+            channel.close()
+            raise
+        channel.drop_given()
+        return channel
 
 
 class Holders:

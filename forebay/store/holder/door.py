@@ -11,7 +11,6 @@ segment can read every tenant's bytes, so a holder that serves several tenants o
 
 import asyncio
 import contextlib
-import fcntl
 import mmap
 import os
 import secrets as random_bytes
@@ -20,7 +19,7 @@ import struct
 
 from forebay.store.holder.data import DataServer, Peer
 from forebay.store.holder.log.hints import LogHints
-from forebay.store.holder.mapping import Staging
+from forebay.store.holder.mapping import Staging, sealed_bytes
 from forebay.store.holder.segment import Segment
 from forebay.store.wire import auth
 from forebay.store.wire.connection import OPENING_S, Connection
@@ -36,6 +35,7 @@ from forebay.store.wire.messages import Hello, Refused
 
 MAX_STAGING_BYTES = 1 << 30
 MAX_LENT_BYTES = 1 << 44
+ACCEPT_AGAIN_S = 0.1
 
 
 class Door:
@@ -72,7 +72,11 @@ class Door:
     async def _accept(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            peer, _ = await loop.sock_accept(self._socket)
+            try:
+                peer, _ = await loop.sock_accept(self._socket)
+            except OSError:  # no descriptors left: others may give some back
+                await asyncio.sleep(ACCEPT_AGAIN_S)
+                continue
             peer.setblocking(False)
             task = asyncio.create_task(self._open(peer))
             self._openings.add(task)
@@ -126,14 +130,10 @@ class Door:
 
 
 def _size_of(fd: int, at_most: int) -> int:
-    """Raises ``FrameError`` unless it is a memfd that its owner can no longer shrink under us (that would be a SIGBUS)."""
-    try:
-        sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
-    except OSError as error:
-        raise FrameError("memory that is handed over must be a memfd") from error
-    size = os.fstat(fd).st_size
-    if not sealed or not 0 < size <= at_most:
-        raise FrameError(f"memory of {size} bytes, sealed: {bool(sealed)}; at most {at_most}, sealed")
+    """Raises ``FrameError`` or ``OSError`` for memory that cannot be used safely."""
+    size = sealed_bytes(fd)
+    if not 0 < size <= at_most:
+        raise FrameError(f"memory of {size} bytes; 1 to {at_most} are allowed")
     return size
 
 

@@ -7,6 +7,8 @@ The kernel gives a memfd small pages unless its administrator says otherwise, bu
 """
 
 import ctypes
+import errno
+import fcntl
 import mmap
 import os
 import threading
@@ -22,6 +24,13 @@ _MADV_POPULATE_WRITE = 23
 _MADV_COLLAPSE = 25
 _CHUNK_BYTES = 64 << 20
 _MAP_FAILED = ctypes.c_void_p(-1).value
+
+
+def sealed_bytes(fd: int) -> int:
+    """The size of a memfd that its owner can no longer shrink under us, which would be a SIGBUS. Raises ``OSError``."""
+    if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+        raise OSError(errno.EPERM, "memory that is handed over must be sealed against shrinking")
+    return os.fstat(fd).st_size
 
 
 class Mapping:

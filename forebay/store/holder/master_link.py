@@ -8,7 +8,6 @@ import asyncio
 import contextlib
 import itertools
 import ssl
-from collections.abc import Iterable
 from typing import Protocol, TypeVar
 
 from forebay.store.address import Address
@@ -39,6 +38,7 @@ from forebay.store.wire.messages import (
     Registered,
     Role,
     Welcome,
+    batched,
 )
 
 PIECE_ENTRIES = 1000
@@ -127,6 +127,8 @@ class MasterLink:
         writer.write(encode(self._owner.register()))
         while True:
             message = await _read(reader, decode_master_to_holder)
+            if isinstance(message, Refused):
+                raise auth.AuthError(message.reason)
             if isinstance(message, Registered):
                 self._owner.registered(message)
                 await self._send_inventory(writer)
@@ -152,7 +154,8 @@ class MasterLink:
 
     async def _send_inventory(self, writer: asyncio.StreamWriter) -> None:
         memory, ssd, graves = self._owner.inventory()
-        pieces = list(itertools.zip_longest(_cut(memory), _cut(ssd), _cut(graves), fillvalue=())) or [((), (), ())]
+        cut = batched(memory, PIECE_ENTRIES), batched(ssd, PIECE_ENTRIES), batched(graves, PIECE_ENTRIES)
+        pieces = list(itertools.zip_longest(*cut, fillvalue=())) or [((), (), ())]
         for sequence, (some_memory, some_ssd, some_graves) in enumerate(pieces):
             last = sequence == len(pieces) - 1
             writer.write(encode(Inventory(sequence, list(some_memory), list(some_ssd), list(some_graves), last)))
@@ -176,7 +179,3 @@ async def _read(reader: asyncio.StreamReader, decode: BodyDecoder[T]) -> T:
     """Raises ``EOFError`` (IncompleteReadError), ``FrameError``."""
     prefix = read_prefix(await reader.readexactly(PREFIX.size))
     return decode(await reader.readexactly(prefix.body_bytes))
-
-
-def _cut(entries: list[T]) -> Iterable[list[T]]:
-    return [entries[start : start + PIECE_ENTRIES] for start in range(0, len(entries), PIECE_ENTRIES)]

@@ -32,6 +32,9 @@ from forebay.store.holder.writer import Append, BuryJob, ForgetJob, Fsync, LogWr
 from forebay.store.wire import auth
 from forebay.store.wire.connection import Connection, listen, watch
 from forebay.store.wire.messages import (
+    MAX_ENTRIES,
+    MAX_LINE_CHARS,
+    MAX_PEERS,
     Beat,
     Buried,
     Bury,
@@ -48,6 +51,7 @@ from forebay.store.wire.messages import (
     Registered,
     Retire,
     Serving,
+    batched,
 )
 
 BEAT_S = 0.5
@@ -241,7 +245,7 @@ class Holder:
             self._beaten = now
             used = self.log.used_bytes if self.log is not None else 0
             state = self._writer.state if self._writer is not None else "none"
-            self._link.send(Beat(used, state, state == "ok"))
+            self._link.send(Beat(used, state[:MAX_LINE_CHARS], state == "ok"))
             await asyncio.sleep(min(BEAT_S, self.lease_s / 4))
 
     # ------------------------------------------------------------------------------------------ Keeper
@@ -338,7 +342,7 @@ class Holder:
 
     def _remember_peers(self, names: list[str]) -> None:
         """Before we serve: whoever was absent when a key was removed must be told, even by a master that never saw it."""
-        known = sorted({*names, *self.peers} - {self.name})
+        known = sorted([name for name in dict.fromkeys((*names, *self.peers)) if name != self.name][:MAX_PEERS])
         if known == self.peers:
             return
         self.peers = known
@@ -377,11 +381,11 @@ class Holder:
                     receipt.settle(entry, logged)
         hopeless = [one for one in report.failed if one.live and not one.buried] if report.state == "ok" else []
         lost = report.lost + [HeldSsd(one.tenant, one.key, one.generation, one.length) for one in hopeless]
-        if report.logged:
-            held = [HeldSsd(one.tenant, one.key, one.generation, one.length) for one in report.logged]
-            self._link.send(Persisted(held))
-        if lost:
-            self._link.send(Dropped(lost))
+        held = [HeldSsd(one.tenant, one.key, one.generation, one.length) for one in report.logged]
+        for some in batched(held, MAX_ENTRIES):
+            self._link.send(Persisted(some))
+        for some in batched(lost, MAX_ENTRIES):
+            self._link.send(Dropped(some))
         for op in report.buried:
             self._burying.remove(next(message for message in self._burying if message.op == op))
             self._link.send(Buried(op))

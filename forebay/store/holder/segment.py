@@ -7,6 +7,7 @@ the holder sets RETIRED before the first byte of a range is reused, and LIVE aft
 /dev/shm: with the last process that maps it, the memory is gone.
 """
 
+import errno
 import fcntl
 import os
 import struct
@@ -19,7 +20,7 @@ import numpy.typing as npt
 from typing_extensions import Buffer
 
 from forebay.store.backend import Status
-from forebay.store.holder.mapping import Mapping, Toucher
+from forebay.store.holder.mapping import Mapping, Toucher, sealed_bytes
 from forebay.store.master.extents import ALIGN_BYTES, footprint
 from forebay.store.native.library import Slice, copy_slices
 
@@ -113,7 +114,10 @@ class MappedSegment:
     """A client's read-only view of a holder's segment. Takes the descriptor over."""
 
     def __init__(self, fd: int, capacity: int) -> None:
+        """Raises ``OSError``."""
         try:
+            if not 0 < capacity <= sealed_bytes(fd):
+                raise OSError(errno.EINVAL, f"a segment of {capacity} bytes is larger than its memory")
             self._mapping = Mapping(fd, capacity, writable=False)
         finally:
             os.close(fd)

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from forebay.store.backend import Status
 from forebay.store.master.records import Burial, Holder, Object, State
-from forebay.store.wire.messages import Bury, Codes, Forget, Grave
+from forebay.store.wire.messages import MAX_ENTRIES, Bury, Codes, Forget, Grave, batched
 
 
 class Digger:
@@ -174,10 +174,11 @@ def _keep(state: State, number: int, burial: Burial, name: str, graves: list[Gra
 
 def _send(state: State, number: int, burial: Burial, holder: Holder, graves: list[Grave]) -> None:
     """Each message has a number of its own: one holder may be sent several for one burial, and must have logged them all."""
-    bury = state.new_number()
-    state.buries[bury] = number
-    burial.missing[bury] = (holder.number, graves)
-    state.send(holder.session, Bury(bury, graves))
+    for some in batched(graves, MAX_ENTRIES):
+        bury = state.new_number()
+        state.buries[bury] = number
+        burial.missing[bury] = (holder.number, some)
+        state.send(holder.session, Bury(bury, some))
 
 
 def _finish_if_done(state: State, number: int, burial: Burial) -> None:

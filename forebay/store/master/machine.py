@@ -9,7 +9,7 @@ import hashlib
 import struct
 from dataclasses import dataclass
 
-from forebay.store.master import burial, membership, promotion, puts, reads, space
+from forebay.store.master import burial, claims, membership, promotion, puts, reads, space
 from forebay.store.master.records import Close, Effect, MasterConfig, Session, State
 from forebay.store.wire.messages import (
     AllocStart,
@@ -77,6 +77,7 @@ class Master:
 
     def __init__(self, config: MasterConfig, now: float, *, epoch: int, first_generation: int = 1, secret: bytes = b"") -> None:
         self.state = State(config, epoch, now, first_generation)
+        self._bound = claims.Bound(now, first_generation)
         self._secret = secret
 
     def step(self, now: float, event: Event) -> list[Effect]:
@@ -145,6 +146,10 @@ class Master:
 
     def _holder(self, now: float, session: int, message: HolderToMaster) -> None:
         state = self.state
+        claimed = claims.highest(message)
+        if claimed >= state.next_generation and claimed > self._bound.at(now):
+            state.out.append(Close(session, f"generation {claimed} is one that no master can have given out by now"))
+            return
         if isinstance(message, Register):
             if state.sessions[session].holder is not None:
                 state.out.append(Close(session, "a holder registers once on a connection"))

@@ -13,6 +13,7 @@ from forebay.store.master.extents import Extents, footprint
 from forebay.store.master.records import HEADER_BYTES, Close, Holder, MemoryReplica, Object, State
 from forebay.store.master.transitions import Cause, ReplicaState, move
 from forebay.store.wire.messages import (
+    MAX_PEERS,
     Beat,
     Dropped,
     Grave,
@@ -57,11 +58,24 @@ def register(state: State, now: float, session: int, message: Register, token_ke
         for put in tenant.pending.values():
             put.persisted = [other for other in put.persisted if other is not holder]  # its inventory says what it has
     state.next_generation = max(state.next_generation, message.highest_generation + 1)
-    state.unheard |= {name: None for name in message.peers if name not in state.by_name}
+    _expect(state, message.peers)
+    names = _all_names(state)
     for other in state.holders.values():
         if other.present:
-            state.send(other.session, Peers([*(state.by_name | state.unheard)]))
+            state.send(other.session, Peers(names))
     state.send(session, Registered(holder.number, state.epoch, token_key, state.config.lease_s))
+
+
+def _expect(state: State, peers: list[str]) -> None:
+    """Holders that another one knows of. A bound on them costs nobody anything but who makes names up."""
+    unknown = [name for name in peers if name not in state.by_name and name not in state.unheard]
+    state.unheard |= dict.fromkeys(unknown[: max(0, MAX_PEERS - len(state.unheard))])
+
+
+def _all_names(state: State) -> list[str]:
+    """Of all holders, those that are there first."""
+    here = [name for name, holder in state.by_name.items() if holder.present]
+    return [*dict.fromkeys((*here, *state.by_name, *state.unheard))][:MAX_PEERS]
 
 
 def inventory(state: State, now: float, holder: Holder, message: Inventory) -> None:

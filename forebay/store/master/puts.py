@@ -29,6 +29,7 @@ from forebay.store.master.transitions import Cause, move
 from forebay.store.wire.messages import (
     AGAIN,
     MAX_KEY_BYTES,
+    MAX_OBJECT_BYTES,
     Codes,
     Grant,
     Granted,
@@ -39,7 +40,6 @@ from forebay.store.wire.messages import (
     Room,
 )
 
-MAX_OBJECT_BYTES = 1 << 40
 TOKEN_BYTES = 8
 MAX_RETRIES_A_STEP = 256
 _PLACE = struct.Struct("<QQQI")

@@ -2,12 +2,13 @@
 that probing never blocks eviction and a probe for a prefetch never admits a key by itself. ``get`` leases and counts as use.
 """
 
-from heapq import nsmallest
+from heapq import nlargest, nsmallest
 
 from forebay.store.backend import Status
 from forebay.store.master import promotion, space
 from forebay.store.master.records import LEASE_SLACK_S, Holder, Object, State, Tenant
 from forebay.store.wire.messages import (
+    MAX_PEERS,
     Codes,
     Count,
     HolderEntry,
@@ -21,6 +22,7 @@ from forebay.store.wire.messages import (
 )
 
 MAX_LIST = 10_000
+MAX_TENANTS_TOLD = 1000
 _GOT_BYTES = {Tier.MEMORY: "got_memory_bytes", Tier.SSD: "got_ssd_bytes"}  # of objects, by where a get was sent
 
 
@@ -79,7 +81,10 @@ def list_keys(tenant: Tenant, call: int, prefix: bytes, after: bytes, limit: int
 
 
 def holders(state: State, call: int) -> HolderTable:
-    return HolderTable(call, state.epoch, [_entry(holder) for holder in state.holders.values()])
+    """All that are there, and of the others as many as a message may have."""
+    absent = [number for number, holder in state.holders.items() if not holder.present]
+    untold = set(absent[MAX_PEERS:])
+    return HolderTable(call, state.epoch, [_entry(holder) for number, holder in state.holders.items() if number not in untold])
 
 
 def stats(state: State, call: int) -> StoreStats:
@@ -97,8 +102,13 @@ def stats(state: State, call: int) -> StoreStats:
         waiting_puts=len(state.waiting),
         promotions_in_flight=len(state.tasks),
         counters=dict(state.counters),
-        tenants={tenant.name: tenant.memory_bytes for tenant in state.tenants.values()},
+        tenants={tenant.name: tenant.memory_bytes for tenant in _largest(state)},
     )
+
+
+def _largest(state: State) -> list[Tenant]:
+    """As many as a message may have."""
+    return nlargest(MAX_TENANTS_TOLD, state.tenants.values(), key=lambda tenant: tenant.memory_bytes)
 
 
 def _place(state: State, now: float, found: Object | None) -> Place:

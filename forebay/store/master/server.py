@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 
 from forebay.store.address import Address
+from forebay.store.master import claims
 from forebay.store.master.machine import Connected, Disconnected, Event, FromClient, FromHolder, Master, Ticked
 from forebay.store.master.records import Close, MasterConfig
 from forebay.store.wire import auth
@@ -37,12 +38,11 @@ class MasterServer:
         self.address = listen
         self._secrets = secrets or auth.Secrets()
         self._tls = tls
-        wall_ms = time.time_ns() // 1_000_000
         self.machine = Master(
             config,
             time.monotonic(),
             epoch=time.time_ns() >> 10,
-            first_generation=wall_ms << 20,  # above all earlier masters' unless the wall clock jumped back; inventories then help
+            first_generation=claims.first_generation(time.time_ns() // 1_000_000),
             secret=random_bytes.token_bytes(32),
         )
         self._connections: dict[int, Connection] = {}

@@ -12,18 +12,39 @@ Bodies are tagged arrays, so field *order* is the format: add fields at the end 
 behind it (`wire.frames`). `tests/store/test_wire.py` holds golden bytes. ``codes`` is one byte per key: a ``Status``.
 """
 
+from collections.abc import Sequence
 from enum import IntEnum
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import msgspec
 
 MAX_KEYS = 8192
 MAX_KEY_BYTES = 1024
 MAX_TENANT_CHARS = 64
-MAX_GENERATION = 1 << 62  # far beyond what a clock in milliseconds, shifted by 20, reaches; so rising above it never overflows
+MAX_ENTRIES = 8192  # of one list of a holder's message, or of its master's
+MAX_PEERS = 1024
+MAX_LINE_CHARS = 200
+MAX_OBJECT_BYTES = 1 << 40
 
 Natural = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
-Generation = Annotated[int, msgspec.Meta(ge=0, le=MAX_GENERATION)]  # as a holder claims it
+# What one holder says comes to others by way of the master, so all of it has limits that theirs can take:
+Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
+Capacity = Annotated[int, msgspec.Meta(ge=0, le=1 << 50)]  # a thousand such add up to something that msgpack can say
+Length = Annotated[int, msgspec.Meta(ge=0, le=MAX_OBJECT_BYTES)]
+Key = Annotated[bytes, msgspec.Meta(max_length=MAX_KEY_BYTES)]
+TenantName = Annotated[str, msgspec.Meta(max_length=MAX_TENANT_CHARS)]
+HolderName = Annotated[str, msgspec.Meta(pattern=r"^[!-~]{1,64}\Z")]  # stands on a line of its own in files of other holders
+MaybeHolder = Annotated[str, msgspec.Meta(pattern=r"^[!-~]{0,64}\Z")]
+Whereabouts = Annotated[str, msgspec.Meta(pattern=r"^[!-~]{0,255}\Z")]  # a host, an abstract socket, a machine
+Line = Annotated[str, msgspec.Meta(max_length=MAX_LINE_CHARS)]
+
+
+_T = TypeVar("_T")
+
+
+def batched(entries: Sequence[_T], size: int) -> list[list[_T]]:
+    """In pieces that one message may have."""
+    return [list(entries[start : start + size]) for start in range(0, len(entries), size)]
 
 
 class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
@@ -279,76 +300,80 @@ class Register(_Message, frozen=True):
     ``peers``: all holders it was ever told of, so that a new master knows whom it has not heard yet.
     """
 
-    name: str
-    instance: str
-    host: str
-    port: Natural
-    unix: str
-    machine: str
-    memory_bytes: Natural
-    ssd_bytes: Natural
-    highest_generation: Generation
-    peers: list[str] = []
+    name: HolderName
+    instance: HolderName
+    host: Whereabouts
+    port: Port
+    unix: Whereabouts
+    machine: Whereabouts
+    memory_bytes: Capacity
+    ssd_bytes: Capacity
+    highest_generation: Natural
+    peers: Annotated[list[HolderName], msgspec.Meta(max_length=MAX_PEERS)] = []
 
 
 class HeldMemory(_Part, frozen=True):
     """``buried``: removed, and here only until its last lease ends and it is retired."""
 
-    tenant: str
-    key: bytes
-    generation: Generation
-    length: Natural
+    tenant: TenantName
+    key: Key
+    generation: Natural
+    length: Length
     offset: Natural
-    stamp: Generation
+    stamp: Natural
     buried: bool = False
 
 
 class HeldSsd(_Part, frozen=True):
-    tenant: str
-    key: bytes
-    generation: Generation
-    length: Natural
+    tenant: TenantName
+    key: Key
+    generation: Natural
+    length: Length
 
 
 class Grave(_Part, frozen=True):
     """``key`` is removed up to and including ``generation``; ``exact``: that generation alone (a put that was given up), so an
     older one stays. ``behalf``: the absent holder that has yet to hear of it, or ""."""
 
-    tenant: str
-    key: bytes
-    generation: Generation
+    tenant: TenantName
+    key: Key
+    generation: Natural
     exact: bool = False
-    behalf: str = ""
+    behalf: MaybeHolder = ""
+
+
+Held = Annotated[list[HeldSsd], msgspec.Meta(max_length=MAX_ENTRIES)]
+Graves = Annotated[list[Grave], msgspec.Meta(max_length=MAX_ENTRIES)]
 
 
 class Inventory(_Message, frozen=True):
     """A piece of what a holder has; ``sequence`` counts from 0 without a hole; ``last`` ends it."""
 
     sequence: int
-    memory: list[HeldMemory]
-    ssd: list[HeldSsd]
-    graves: list[Grave]
+    memory: Annotated[list[HeldMemory], msgspec.Meta(max_length=MAX_ENTRIES)]
+    ssd: Held
+    graves: Graves
     last: bool
 
 
 class Beat(_Message, frozen=True):
     """Every 0.5 s. ``ssd_state``: "none", "ok" or what is wrong with it, in one line."""
 
-    ssd_used: Natural
-    ssd_state: str
+    ssd_used: Capacity
+    ssd_state: Line
     ssd_ok: bool
 
 
 class Persisted(_Message, frozen=True):
     """These are in the log, committed to its index. With --fsync never they may still be lost with the machine."""
 
-    entries: list[HeldSsd]
+    entries: Held
 
 
 class Dropped(_Message, frozen=True):
     """Records that left the log (their file was evicted, or a read found them bad), or that will never be in it."""
 
-    entries: list[HeldSsd]
+    entries: Held
 
 
 class Buried(_Message, frozen=True):
@@ -361,7 +386,7 @@ class RegisterPrefetch(_Message, frozen=True):
     """May this holder promote these keys of one tenant? ``hint_s``: for how long a read is expected. Answer: ``Prefetchable``."""
 
     call: int
-    tenant: str
+    tenant: TenantName
     keys: list[bytes]
     hint_s: float
 
@@ -370,7 +395,7 @@ class AllocStart(_Message, frozen=True):
     """Memory for these tasks, please. Answer: ``Allocated``."""
 
     call: int
-    tasks: list[int]
+    tasks: Annotated[list[int], msgspec.Meta(max_length=MAX_ENTRIES)]
 
 
 class PromotionDone(_Message, frozen=True):
@@ -412,7 +437,7 @@ class Bury(_Message, frozen=True):
     """Log these removals, never list the memory of these objects as alive again, then say ``Buried``."""
 
     op: int
-    graves: list[Grave]
+    graves: Graves
 
 
 class Forget(_Message, frozen=True):
@@ -572,7 +597,7 @@ class Part(_Message, frozen=True):
 ClientToMaster = Exists | MatchPrefix | Query | Get | PutStart | PutEnd | PutRevoke | Remove | ListKeys | AskStats | AskHolders
 MasterToClient = Codes | Count | Located | Granted | KeyPage | StoreStats | HolderTable
 HolderToMaster = Register | Inventory | Beat | Persisted | Dropped | Buried | RegisterPrefetch | AllocStart | PromotionDone
-MasterToHolder = Registered | Peers | Serving | Retire | Bury | Forget | Promote | Prefetchable | Allocated
+MasterToHolder = Registered | Peers | Serving | Retire | Bury | Forget | Promote | Prefetchable | Allocated | Refused
 ClientToHolder = Write | ReadMemory | ReadSsd | Check | CopyIn | CopyOut | PrefetchKeys | Touched
 HolderToClient = Codes | Part
 Opening = Challenge | Hello | Welcome | Refused

@@ -20,6 +20,7 @@ from typing import NamedTuple
 from forebay.store.crc import crc32c
 from forebay.store.holder.log.index import Record
 from forebay.store.holder.log.record import BLOCK_BYTES, padded
+from forebay.store.holder.mapping import sealed_bytes
 from forebay.store.wire.messages import Touched
 
 MIN_SLOTS = 1 << 10
@@ -100,7 +101,9 @@ class LogView:
         """Raises ``OSError`` or ``ValueError`` for what is no table."""
         table, directory = descriptors
         try:
-            size = os.fstat(table).st_size
+            size = sealed_bytes(table)
+            if size < _SLOT.size:
+                raise ValueError(f"a table of {size} bytes")
             self._slots = size // _SLOT.size
             self._table = mmap.mmap(table, size, prot=mmap.PROT_READ)
         except (OSError, ValueError):
