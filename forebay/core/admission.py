@@ -11,7 +11,7 @@ from forebay.core.transfers import SELECTIVE_HITS, WritePolicy
 from forebay.core.tree import NONE, Node, Tier
 
 PREFIX_WINDOW = 64
-HEAD_START = 0.25
+HEAD_START = 0.15
 
 
 def admit(replica: Replica, now: float) -> None:
@@ -22,16 +22,14 @@ def admit(replica: Replica, now: float) -> None:
     """
     cache = replica.cache
     assert cache is not None
-    one_fetches = False
     for request in _candidates(replica):
         if len(replica.running) >= replica.config.max_running or any(other.suspect for other in replica.running):
             return
         if replica.tickets.waits_at_best(request) and _has_room(replica, request):
             replica.tickets.leave(request, cache)
         if replica.tickets.waits(request):
-            one_fetches = True
             continue
-        if _next_page_is_coming(replica, request) or (one_fetches and _gives_way(replica, request, now)):
+        if _next_page_is_coming(replica, request) or _gives_way(replica, request, now):
             continue
         if request.suspect and replica.running:
             return  # its turn has come, and it runs alone
@@ -72,7 +70,7 @@ def _wanted_pages(replica: Replica, request: Request) -> int:
 
 
 def _gives_way(replica: Replica, request: Request, now: float) -> bool:
-    """Whether ``request`` still lets those go first that came before it and ask or fetch.
+    """Whether ``request`` still lets those go first that ask or fetch, whoever came first, unless they are of lower priority.
 
     A chunk cannot be interrupted and what has been fetched runs in next to no time, so it is worth a `HEAD_START` of what the chunk
     will take in the first stage, from when it came. Not on the staged route, where a fetch waits for chunks itself.
@@ -87,6 +85,8 @@ def _gives_way(replica: Replica, request: Request, now: float) -> bool:
     work = work_of(min(left, config.chunk_tokens), cached)
     until = request.arrived_at + HEAD_START * replica.first_stage.predict(work)
     if now >= until:
+        return False
+    if not any(replica.tickets.waits(other) and other.order[0] <= request.order[0] for other in replica.waiting):
         return False
     replica.gives_way_until = min(until, replica.gives_way_until or until)
     return True

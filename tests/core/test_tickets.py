@@ -2,6 +2,7 @@
 
 import pytest
 
+from forebay.core.admission import HEAD_START
 from forebay.core.messages import (
     Abort,
     Cancel,
@@ -126,7 +127,7 @@ def test_a_chunk_gives_way_to_who_came_before_it_and_fetches_for_a_moment_alone(
     (query,) = ask(desk, "later", LATER).queries
     assert desk.take(QueryDone(query.number, 0)).plan is None
     due = desk.planner.next_deadline()
-    assert due is not None and desk.now < due <= desk.now + 0.25 * desk.planner.replica.first_stage.predict(work_of(8, 0))
+    assert due is not None and desk.now < due <= desk.now + HEAD_START * desk.planner.replica.first_stage.predict(work_of(8, 0))
     desk.now = due
     plan = desk.take().plan
     assert plan is not None and spans(plan) == [(0, 8)]
@@ -143,7 +144,7 @@ def test_the_head_start_is_a_share_of_what_the_first_stage_takes_however_soon_pl
     issue(desk)
     (query,) = ask(desk, "later", LATER).queries
     desk.take(QueryDone(query.number, 0))
-    assert desk.planner.next_deadline() == desk.now + 0.25 * first_stage.predict(work_of(8, 0))
+    assert desk.planner.next_deadline() == desk.now + HEAD_START * first_stage.predict(work_of(8, 0))
 
 
 def test_what_gives_way_asks_for_no_step_while_nobody_is_admitted() -> None:
@@ -169,13 +170,16 @@ def test_what_is_fetched_in_time_goes_before_the_chunk_that_came_after_it() -> N
     assert chunk is not None and spans(chunk) == [(0, 8)]
 
 
-def test_nobody_gives_way_to_what_came_later() -> None:
+@pytest.mark.parametrize(("priority", "at_once"), [(0, []), (1, [[(0, 8)]])])
+def test_a_chunk_gives_way_to_what_came_later_but_not_to_lower_priority(priority: int, at_once: list[list[tuple[int, int]]]) -> None:
     desk = store_desk(max_running=1)
     (busy,) = desk.submit("busy", BUSY, max_tokens=1)
-    (query,) = ask(desk, "first", LATER).queries
+    (query,) = desk.take(Submit("first", pack_tokens(LATER), SamplingParams(max_tokens=2, seed=0), (0,), priority=priority)).queries
     desk.take(QueryDone(query.number, 0))
     issue(desk)
-    assert [spans(plan) for plan in desk.run(busy)] == [[(0, 8)]]
+    assert [spans(plan) for plan in desk.run(busy)] == at_once
+    desk.now = desk.planner.next_deadline() or 0.0
+    assert [spans(plan) for plan in desk.plans[1:] + desk.step()] == [[(0, 8)]]
 
 
 def test_a_ticket_takes_host_pages_for_exactly_the_agreed_hit() -> None:
