@@ -8,5 +8,5 @@ RELEASE_GIL_BYTES = 32 << 10
 
 def crc32c(data: Buffer, value: int = 0) -> int:
     """CRC32C of ``data`` going on from ``value``. Releases the GIL for buffers of 32 KiB and more."""
-    view = memoryview(data)
-    return int(_native.crc32c(data, value, 1 if view.nbytes >= RELEASE_GIL_BYTES else 0))
+    count = len(data) if type(data) is bytes else memoryview(data).nbytes
+    return int(_native.crc32c(data, value, 1 if count >= RELEASE_GIL_BYTES else 0))

@@ -1,7 +1,9 @@
 """Small values that a client reads from its machine's disk itself: the right bytes of what the master named, or the holder is asked."""
 
+import ctypes
 import itertools
 import os
+import socket
 import tempfile
 import threading
 import time
@@ -16,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from forebay.store import Status, StoreClient
 from forebay.store.client import own_reads as own_reads_module
-from forebay.store.client.gets import Want
+from forebay.store.client.gets import Want, locate
 from forebay.store.client.own_reads import OwnRead
 from forebay.store.crc import crc32c
 from forebay.store.holder.log import hints as log_hints
@@ -25,7 +27,8 @@ from forebay.store.holder.log.hints import LogHints, LogView
 from forebay.store.holder.log.log import Item, SsdLog
 from forebay.store.holder.log.record import BLOCK_BYTES, padded
 from forebay.store.master.records import MasterConfig
-from forebay.store.wire.messages import Grave, Spot, Tier
+from forebay.store.native.reads import OneRead
+from forebay.store.wire.messages import Grave, Place, Spot, Tier
 from tests.store.store_cluster import Cluster, cluster, wait_for
 from tests.store.store_process import farm
 from tests.store.store_traffic import all_usable
@@ -42,10 +45,12 @@ def content(key: bytes, number: int, size: int) -> bytes:
 
 
 class Desk:
-    """A log with hints, and a client's view of it. Its directory is a real disk's, as /dev/shm has no O_DIRECT."""
+    """A log with hints, and a client's view of it. Its directory is a real disk's, as /dev/shm has no O_DIRECT. ``asks``: reads go
+    on beside a question, as a client's do; else they are begun when they are taken."""
 
-    def __init__(self, path: Path, capacity: int = 1 << 30) -> None:
-        self.path, self.capacity = path, capacity
+    def __init__(self, path: Path, capacity: int = 1 << 30, *, asks: bool = True) -> None:
+        self.path, self.capacity, self.asks = path, capacity, asks
+        self.lengths: dict[bytes, int] = {}  # as the master knows them
         self.start()
 
     def start(self) -> None:
@@ -60,23 +65,37 @@ class Desk:
 
     def append(self, key: bytes, generation: int, value: bytes) -> None:
         self.log.append([Item(TENANT, key, generation, crc32c(value), memoryview(value))])
+        self.lengths[key] = len(value)
         self.log.show(TENANT, key)
 
     def read(self, key: bytes, generation: int, count: int, offset: int = 0) -> bytes | None:
         """What a client gets that the master told of ``generation``; None if it has to ask the holder."""
-        own = OwnRead.begin(self.view, HOLDER, TENANT, key)
-        want = Want(key, offset, np.zeros(count, np.uint8), spots=[Spot(HOLDER, Tier.SSD)], generation=generation)
+        want = Want(key, offset, np.zeros(count, np.uint8))
+        own = OwnRead.prepare(self.view, HOLDER, TENANT, key, want.target)
+        if own is not None and self.asks:
+            self.ask(own.read)
+        locate(want, Place(Status.OK, self.lengths.get(key, count), generation, (Spot(HOLDER, Tier.SSD),)))
         if own is None or not own.settle(want, time.monotonic() + 10):
             return None
         assert want.status is Status.OK and not want.spots
         return want.target.tobytes()
 
+    def ask(self, read: OneRead) -> None:
+        """A question that was answered before it came."""
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            theirs.send(b"answer")
+            into, sent = ctypes.create_string_buffer(64), ctypes.c_int64()
+            assert read.ask(ours.fileno(), b"question", ctypes.addressof(into), 64, ctypes.byref(sent)) == 6
+            assert (into.value, sent.value, theirs.recv(64)) == (b"answer", 8, b"question")
+            assert read.ask(ours.fileno(), b"question", ctypes.addressof(into), 64, ctypes.byref(sent)) is None, "it is begun already"
 
-@pytest.fixture
-def desk(tmp_path: Path) -> Iterator[Desk]:
+
+@pytest.fixture(params=[True, False], ids=["asking", "later"])
+def desk(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Desk]:
     if not Directory(tmp_path).direct:
         pytest.skip("a file system without O_DIRECT")
-    made = Desk(tmp_path)
+    made = Desk(tmp_path, asks=request.param)
     yield made
     made.close()
 
@@ -91,6 +110,35 @@ def test_a_value_and_parts_of_it(desk: Desk) -> None:
     assert desk.read(b"other", 7, len(value)) is None
     desk.log.hide(TENANT, b"k")
     assert desk.read(b"k", 7, len(value)) is None
+
+
+def test_what_comes_while_the_answer_is_awaited_is_copied_and_summed_then(desk: Desk) -> None:
+    value = content(b"k", 1, SIZE + 5)
+    desk.append(b"k", 7, value)
+    target = np.zeros(len(value), np.uint8)
+
+    def copied() -> bool:
+        """A disk that is slow for once is waited for by ``end``, and nothing copied."""
+        own = OwnRead.prepare(desk.view, HOLDER, TENANT, b"k", target)
+        assert own is not None
+        if desk.asks:
+            desk.ask(own.read)
+        assert own.read.end(time.monotonic() + 10) == BLOCK_BYTES + padded(len(value))
+        return own.read.copied_crc() is not None
+
+    if desk.asks:
+        wait_for(copied)
+        assert target.tobytes() == value
+    else:
+        assert not copied() and not target.any()
+
+
+def test_a_read_that_the_kernel_refuses_gives_nothing() -> None:
+    reader = own_reads_module._reader()
+    assert reader is not None
+    assert reader.read.prepare(-1, 0, BLOCK_BYTES)
+    assert reader.read.end(time.monotonic() + 10) is None and not reader.read.under_way
+    assert reader.read.prepare(-1, 0, BLOCK_BYTES), "the next"
 
 
 def test_a_hint_at_another_keys_record_or_a_damaged_one_gives_nothing(desk: Desk, tmp_path: Path) -> None:
@@ -190,7 +238,7 @@ class OwnReadTwin(RuleBasedStateMachine):
 
     @rule(key=st.sampled_from(KEYS), back=st.integers(0, 8))
     def read(self, key: bytes, back: int) -> None:
-        generation = self.generation - back
+        generation = max(0, self.generation - back)
         value = self.values.get((key, generation), b"?")
         assert self.desk.read(key, generation, len(value)) in (None, value)
 

@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from forebay.store.address import Address
 from forebay.store.native import library as native
+from forebay.store.native.reads import OneRead
 from forebay.store.wire import auth
 from forebay.store.wire.frames import PREFIX, BodyDecoder, FrameError, Prefix, decode_opening, encode, read_prefix
 from forebay.store.wire.loopback import send_unpaced
@@ -94,26 +95,29 @@ class Channel:
         self._calls += 1
         return self._calls
 
-    def ask(self, message: Message, decode: BodyDecoder[T], deadline: float, poll_s: float = 0.0) -> T:
-        """Send a message without payload and wait for one without payload. ``poll_s``: keep the core busy for so long, as something
-        else is waited for, too, that should not be late."""
-        self._send_and_hear(encode(message), deadline, poll_s)
+    def ask(self, message: Message, decode: BodyDecoder[T], deadline: float, beside: OneRead | None = None) -> T:
+        """Send a message without payload and wait for one without payload. ``beside``: a read that is to be begun before."""
+        self._send_and_hear(encode(message), deadline, beside)
         answer, prefix = self.receive(decode, deadline)
         if prefix.payload_bytes:
             raise ChannelError("a payload came where none was due")
         return answer
 
-    def _send_and_hear(self, frame: bytes, deadline: float, poll_s: float) -> None:
-        """Send ``frame``, and receive what comes first if that can be had in the same breath (`native.exchange`)."""
+    def _send_and_hear(self, frame: bytes, deadline: float, beside: OneRead | None) -> None:
+        """Send ``frame``, and receive what comes first if that can be had in the same breath (`native.exchange`, `OneRead.ask`)."""
         exchange = native.exchange()
         if exchange is None or self._begin != self._end:
+            if beside is not None:
+                beside.begin()
             self.send(frame, (), deadline)
             return
-        self._set_timeout(deadline, send=True)
-        self._set_timeout(deadline, send=False)
+        self._set_timeouts(deadline)
         self._begin = self._end = 0
         sent = ctypes.c_int64()
-        count = exchange(self._socket.fileno(), frame, len(frame), self._address, _SCRATCH_BYTES, ctypes.byref(sent), int(poll_s * 1e9))
+        fd, room, sent_at = self._socket.fileno(), _SCRATCH_BYTES, ctypes.byref(sent)
+        count = beside.ask(fd, frame, self._address, room, sent_at) if beside is not None else None
+        if count is None:
+            count = exchange(fd, frame, len(frame), self._address, room, sent_at)
         if count > 0:
             self._end = count
         elif count == 0:
@@ -146,11 +150,13 @@ class Channel:
     def receive(self, decode: BodyDecoder[T], deadline: float) -> tuple[T, Prefix]:
         """The next frame's body; its payload is to be taken with ``receive_into`` before anything else."""
         try:
-            self._need(PREFIX.size, deadline)
+            if self._end - self._begin < PREFIX.size:
+                self._need(PREFIX.size, deadline)
             prefix = read_prefix(self._scratch, self._begin)
             self._begin += PREFIX.size
             if prefix.body_bytes <= _SCRATCH_BYTES:
-                self._need(prefix.body_bytes, deadline)
+                if self._end - self._begin < prefix.body_bytes:
+                    self._need(prefix.body_bytes, deadline)
                 body = self._view[self._begin : self._begin + prefix.body_bytes]
                 self._begin += prefix.body_bytes
                 return decode(body), prefix
@@ -186,9 +192,7 @@ class Channel:
         return True
 
     def _need(self, count: int, deadline: float) -> None:
-        """Have at least ``count`` unread bytes in the scratch."""
-        if self._end - self._begin >= count:
-            return
+        """Have at least ``count`` unread bytes in the scratch, which has fewer."""
         if self._begin + count > _SCRATCH_BYTES:
             left = self._end - self._begin
             self._scratch[:left] = self._scratch[self._begin : self._end]
@@ -218,6 +222,14 @@ class Channel:
 
     def _take(self, into: memoryview, flags: int) -> int:
         return self._socket.recv_into(into, 0, flags)
+
+    def _set_timeouts(self, deadline: float) -> None:
+        """For both directions."""
+        left = deadline - time.monotonic()
+        known = self._timeouts
+        if not (left > 0 and 0.8 * max(known) <= left <= min(known)):
+            self._set_timeout(deadline, send=True)
+            self._set_timeout(deadline, send=False)
 
     def _set_timeout(self, deadline: float, *, send: bool) -> None:
         """Raises ``TimeoutError`` if there is no time left."""
@@ -249,7 +261,9 @@ class TlsChannel(Channel):
             connected.close()
             raise ChannelError(f"{address}: TLS: {error}") from error
 
-    def _send_and_hear(self, frame: bytes, deadline: float, poll_s: float) -> None:
+    def _send_and_hear(self, frame: bytes, deadline: float, beside: OneRead | None) -> None:
+        if beside is not None:
+            beside.begin()
         self.send(frame, (), deadline)
 
     def is_stale(self) -> bool:

@@ -37,7 +37,7 @@ LEASE_MARGIN_S = 0.1
 @dataclass(slots=True, eq=False)
 class Want:
     """One key of the batch. ``status`` is its answer so far. ``stale``: the master said it was somewhere it was not.
-    ``located``: it said that it was somewhere."""
+    ``located``: it said that it was somewhere, and is ``length`` bytes of which ``target`` is to hold those from ``offset`` on."""
 
     key: bytes
     offset: int
@@ -45,6 +45,7 @@ class Want:
     status: Status = Status.UNAVAILABLE
     spots: list[Spot] = field(default_factory=list)
     generation: int = 0
+    length: int = 0
     stale: bool = False
     located: bool = False
     tier: Tier | None = None
@@ -52,9 +53,10 @@ class Want:
 
 def locate(want: Want, place: Place) -> None:
     """Take over what the master says of a key."""
-    want.status, want.generation = Status(place.code), place.generation
+    want.generation, want.length = place.generation, place.length
     want.spots, want.located = [], False
     if place.code != Status.OK:
+        want.status = Status(place.code)
         return
     if not 0 <= want.offset <= place.length - len(want.target):
         want.status = Status.INVALID

@@ -10,7 +10,8 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from types import TracebackType
 
 import numpy as np
 
@@ -42,15 +43,14 @@ class Pool:
         self._lock = threading.Lock()
         self._closed = False
 
-    @contextlib.contextmanager
-    def lease(self, deadline: float) -> Iterator[Channel]:
-        """Raises ``ChannelError``, ``TimeoutError``. Any exception in the block closes the channel."""
-        channel = self._idle_one() or self._connect(deadline)
-        try:
-            yield channel
-        except BaseException:
-            channel.close()
-            raise
+    def lease(self, deadline: float) -> "Lease":
+        """For a ``with``. Raises ``ChannelError``, ``TimeoutError``. Any exception in the block closes the channel."""
+        return Lease(self, deadline)
+
+    def take(self, deadline: float) -> Channel:
+        return self._idle_one() or self._connect(deadline)
+
+    def give_back(self, channel: Channel) -> None:
         for unused in self._keep(channel):
             unused.close()
 
@@ -83,6 +83,25 @@ class Pool:
             if not channel.is_stale():
                 return channel
             channel.close()
+
+
+class Lease:
+    """A channel of ``pool`` for one block. A class, since a generator takes longer to enter and leave than a small get has."""
+
+    __slots__ = ("_channel", "_deadline", "_pool")
+
+    def __init__(self, pool: Pool, deadline: float) -> None:
+        self._pool, self._deadline = pool, deadline
+
+    def __enter__(self) -> Channel:
+        self._channel = self._pool.take(self._deadline)
+        return self._channel
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if kind is None:
+            self._pool.give_back(self._channel)
+        else:
+            self._channel.close()
 
 
 class LocalChannel(Channel):

@@ -59,7 +59,6 @@ PROBE_S = 0.25
 DOWN_S = 1.0
 _PASSING = (Status.LEASE_EXPIRED, Status.UNAVAILABLE)
 PROMOTION_POLL_S = 0.001
-POLL_S = 100e-6  # some time more than a small read of an SSD takes
 DELEGATE_S = 2.0
 _NOT_KNOWN = bytes([Status.UNAVAILABLE])
 T = TypeVar("T", bound=MasterToClient)
@@ -186,15 +185,7 @@ class OneMaster:
         if not len(keys) == len(bufs) == len(starts):
             raise ValueError(f"{len(keys)} keys, {len(bufs)} buffers, {len(starts)} offsets")
         deadline = self._deadline(timeout_s)
-        wants = []
-        for key, buf, start in zip(keys, bufs, starts, strict=True):
-            try:
-                want = Want(key, start, as_bytes(buf))
-            except (TypeError, ValueError):
-                want = Want(key, start, as_bytes(b""))
-            if not _is_key(key) or not len(want.target) or not want.target.flags.writeable:
-                want.status = Status.INVALID
-            wants.append(want)
+        wants = [_want(key, buf, start) for key, buf, start in zip(keys, bufs, starts, strict=True)]
         self._read([want for want in wants if want.status is not Status.INVALID], deadline)
         return [want.status for want in wants]
 
@@ -301,12 +292,13 @@ class OneMaster:
                     want.stale = False
                 self._holders.refresh_quietly(deadline)
                 self._read_some(again, deadline)
-            self._note_stale([want.key for want in some if want.stale])
+            if stale := [want.key for want in some if want.stale]:
+                self._note_stale(stale)
 
     def _read_some(self, wants: _Wants, deadline: float) -> None:
         asked = time.monotonic()
-        own = self._begin_own_read(wants[0].key) if len(wants) == 1 else None
-        answer = self._ask(lambda call: Get(call, [want.key for want in wants]), Located, deadline, POLL_S if own is not None else 0.0)
+        own = self._own_read(wants[0].key, wants[0].target) if len(wants) == 1 else None
+        answer = self._ask(lambda call: Get(call, [want.key for want in wants]), Located, deadline, own)
         if answer is None or len(answer.places) != len(wants):
             status = Status.TIMEOUT if time.monotonic() >= deadline else Status.UNAVAILABLE
             for want in wants:
@@ -322,8 +314,8 @@ class OneMaster:
     def _get_one(self, key: bytes, deadline: float) -> bytes | None:
         """A get whose buffer is made when the master has told the length: a bytes object that is filled before anyone sees it."""
         asked = time.monotonic()
-        own = self._begin_own_read(key)
-        answer = self._ask(lambda call: Get(call, [key]), Located, deadline, POLL_S if own is not None else 0.0)
+        own = self._own_read(key)
+        answer = self._ask(lambda call: Get(call, [key]), Located, deadline, own)
         if answer is None or len(answer.places) != 1 or answer.places[0].code != Status.OK:
             return None
         made, target = _new_bytes(answer.places[0].length)
@@ -338,12 +330,12 @@ class OneMaster:
             self._read([want], deadline)
         return made if want.status is Status.OK else None
 
-    def _begin_own_read(self, key: bytes) -> OwnRead | None:
+    def _own_read(self, key: bytes, target: Bytes | None = None) -> OwnRead | None:
         """Not of what is on its way to memory: the holder reads that anyway."""
         if self.prefetcher.options.enabled and self.prefetcher.under_way([key]):
             return None
         for number, log in self._holders.logs():
-            own = OwnRead.begin(log, number, self._tenant, key)
+            own = OwnRead.prepare(log, number, self._tenant, key, target)
             if own is not None:
                 return own
         return None
@@ -351,7 +343,8 @@ class OneMaster:
     def _settle(self, own: OwnRead, want: Want, deadline: float) -> bool:
         if not own.settle(want, deadline):
             return False
-        self._holders.tell_of_own_reads(deadline)
+        if own.view.has_to_tell():
+            self._holders.tell_of_own_reads(deadline)
         return True
 
     def _await_promotions(self, wants: _Wants, deadline: float) -> None:
@@ -403,13 +396,15 @@ class OneMaster:
         except (ChannelError, TimeoutError):
             return False
 
-    def _ask(self, make: Callable[[int], ClientToMaster], kind: type[T], deadline: float, poll_s: float = 0.0) -> T | None:
-        """One question to the master, asked again on a new connection while there is time if the old one is lost."""
+    def _ask(self, make: Callable[[int], ClientToMaster], kind: type[T], deadline: float, own: OwnRead | None = None) -> T | None:
+        """One question to the master, asked again on a new connection while there is time if the old one is lost. ``own``: a read that
+        goes on meanwhile."""
+        beside = own.read if own is not None else None
         while True:
             try:
                 with self._master.lease(deadline) as channel:
                     self._holders.check_epoch(channel.epoch)
-                    answer = channel.ask(make(channel.new_call()), decode_master_to_client, deadline, poll_s)
+                    answer = channel.ask(make(channel.new_call()), decode_master_to_client, deadline, beside)
                     return answer if isinstance(answer, kind) else None
             except TimeoutError:
                 return None
@@ -468,12 +463,25 @@ def _is_key(key: object) -> bool:
     return isinstance(key, bytes) and 0 < len(key) <= MAX_KEY_BYTES
 
 
+def _want(key: bytes, buf: Buffer, offset: int) -> Want:
+    """INVALID if it cannot be read, or not into ``buf``."""
+    try:
+        want = Want(key, offset, as_bytes(buf))
+    except (TypeError, ValueError):
+        return Want(key, offset, as_bytes(b""), Status.INVALID)
+    if not _is_key(key) or not len(want.target) or not want.target.flags.writeable:
+        want.status = Status.INVALID
+    return want
+
+
 def _slices(keys: Sequence[bytes], size: int) -> list[list[bytes]]:
     return [list(keys[start : start + size]) for start in range(0, len(keys), size)]
 
 
 def _by_bytes(wants: list[Want]) -> list[list[Want]]:
     """Consecutive wants of at most ``GET_BATCH_BYTES`` together (FIELD_REPORTS E4: no batch may outlive its lease)."""
+    if len(wants) == 1:
+        return [wants]
     batches: list[list[Want]] = []
     size = GET_BATCH_BYTES
     for want in wants:

@@ -18,8 +18,8 @@ from forebay.store.client.gets import FAILOVER_S, Want
 from forebay.store.crc import crc32c
 from forebay.store.holder.log.files import aligned_buffer
 from forebay.store.holder.log.hints import LARGEST_BYTES, Hint, LogView, OpenFile
-from forebay.store.holder.log.record import BLOCK_BYTES, Kind, RecordError, read_head
-from forebay.store.native.library import copy_crc32c
+from forebay.store.holder.log.record import BLOCK_BYTES, Head, Kind, pack_head, padded
+from forebay.store.native.library import address_of, copy_crc32c
 from forebay.store.native.reads import OneRead
 from forebay.store.wire.messages import Tier
 
@@ -36,52 +36,60 @@ class _Reader:
 
 
 class OwnRead:
-    """A read that was begun. Take it with ``settle``, or leave it."""
+    """A read to be begun beside the question to the master (``read``). Take it with ``settle``, or leave it."""
 
-    def __init__(self, view: LogView, holder: int, tenant: str, key: bytes, hint: Hint, file: OpenFile, reader: _Reader) -> None:
-        self._view, self._holder, self._tenant, self._key = view, holder, tenant, key
+    __slots__ = ("_file", "_hint", "_holder", "_reader", "_tenant", "read", "view")
+
+    def __init__(self, view: LogView, holder: int, tenant: str, hint: Hint, file: OpenFile, reader: _Reader) -> None:
+        self.view, self._holder, self._tenant = view, holder, tenant
         self._hint, self._file, self._reader = hint, file, reader
+        self.read = reader.read
 
     @staticmethod
-    def begin(view: LogView, holder: int, tenant: str, key: bytes) -> "OwnRead | None":
-        """None if there is nothing to be read, or no way to."""
+    def prepare(view: LogView, holder: int, tenant: str, key: bytes, target: Bytes | None = None) -> "OwnRead | None":
+        """None if there is nothing to be read, or no way to. ``target``: where the whole value goes if it is as long."""
         hint = view.find(tenant, key)
         count = hint.blocks * BLOCK_BYTES if hint is not None else 0
         if hint is None or not BLOCK_BYTES < count <= LARGEST_BYTES:
             return None
         reader, file = _reader(), view.file(hint.file)
-        if reader is None or file is None or not reader.read.begin(file.fd, hint.first * BLOCK_BYTES, count):
+        if reader is None or file is None:
             return None
-        return OwnRead(view, holder, tenant, key, hint, file, reader)
+        fits = target is not None and BLOCK_BYTES + padded(len(target)) == count
+        copy_to, copied = (address_of(target), len(target)) if fits and target is not None else (0, 0)
+        if not reader.read.prepare(file.fd, hint.first * BLOCK_BYTES, count, copy_to, BLOCK_BYTES, copied):
+            return None
+        return OwnRead(view, holder, tenant, hint, file, reader)
 
     def settle(self, want: Want, deadline: float) -> bool:
         """Whether ``want``, which was located since, is filled."""
-        if not any(spot.holder == self._holder and spot.tier is Tier.SSD for spot in want.spots) or want.spots[0].tier is not Tier.SSD:
+        spots = want.spots  # memory first
+        if not spots or spots[0].tier is not Tier.SSD or self._holder not in [spot.holder for spot in spots]:
             return False
-        count = self._reader.read.end(min(deadline, time.monotonic() + FAILOVER_S))
+        count = self.read.end(min(deadline, time.monotonic() + FAILOVER_S))
         if count != self._hint.blocks * BLOCK_BYTES or not self._take(want, count):
-            self._view.forget(self._hint.file)
+            self.view.forget(self._hint.file)
             return False
         want.status, want.spots, want.tier = Status.OK, [], Tier.SSD
-        self._view.note(want.key, want.generation, len(want.target))
+        self.view.note(want.key, want.generation, len(want.target))
         return True
 
     def _take(self, want: Want, count: int) -> bool:
         """Whether the record is what is wanted, and whole: then its bytes are in the target."""
-        try:
-            head = read_head(self._reader.block[:BLOCK_BYTES])
-        except RecordError:
+        length = want.length
+        if BLOCK_BYTES + padded(length) != count:
             return False
-        wanted = (Kind.VALUE, self._tenant, want.key, want.generation)
-        if (head.kind, head.tenant, head.key, head.generation) != wanted or head.record_bytes != count:
-            return False
-        value = self._reader.bytes[BLOCK_BYTES : BLOCK_BYTES + head.value_bytes]
-        if len(want.target) == len(value):
-            return copy_crc32c(want.target, value) == head.value_crc
-        if want.offset + len(want.target) > len(value) or crc32c(value.data) != head.value_crc:
-            return False
-        want.target[:] = value[want.offset : want.offset + len(want.target)]
-        return True
+        whole = len(want.target) == length
+        crc = self.read.copied_crc() if whole else None
+        if crc is None:
+            value = self._reader.bytes[BLOCK_BYTES : BLOCK_BYTES + length]
+            if whole:
+                crc = copy_crc32c(want.target, value)
+            else:
+                crc = crc32c(value.data)
+                want.target[:] = value[want.offset : want.offset + len(want.target)]
+        head = pack_head(Head(Kind.VALUE, want.generation, length, crc, self._tenant, want.key))
+        return self._reader.block[: len(head)] == head
 
 
 def _reader() -> _Reader | None:

@@ -173,6 +173,8 @@ class StoreClient:
         starts = [0] * len(keys) if offsets is None else offsets
         if not len(keys) == len(bufs) == len(starts):
             raise ValueError(f"{len(keys)} keys, {len(bufs)} buffers, {len(starts)} offsets")
+        if self._patient and groups is None:  # the shortest way, which tells in a single read
+            return self.masters[0].get_into(keys, bufs, starts, timeout_s=timeout_s)
         return self._statuses(
             keys,
             groups,

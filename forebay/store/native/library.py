@@ -15,7 +15,7 @@ from forebay.compiled import NotCompiled, Sources
 from forebay.store.crc import crc32c
 
 Bytes = npt.NDArray[np.uint8]
-SOURCES = Sources(Path(__file__).parent, ("bytes.c",))
+SOURCES = Sources(Path(__file__).parent, ("bytes.c", "copying.h"))
 STREAM_FROM_BYTES = 8 << 20  # what is larger does not stay in caches anyway, and would push out what does
 _SLICE = struct.Struct("<qQqqQ")
 
@@ -43,7 +43,7 @@ def exchange() -> Any:
     library = _library()
     if library is None:
         return None
-    library.forebay_exchange.argtypes = [c_int, c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int64]
+    library.forebay_exchange.argtypes = [c_int, c_void_p, c_int64, c_void_p, c_int64, c_void_p]
     library.forebay_exchange.restype = c_int64
     return library.forebay_exchange
 
@@ -79,6 +79,11 @@ def _copy_crc32c() -> Any:
     return copy
 
 
+def address_of(target: Bytes) -> int:
+    """Of an array that may be written. Several times as fast as ``target.ctypes.data``."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(target.data))
+
+
 def copy_slices(segment: int, capacity: int, slices: Sequence[Slice]) -> list[bool] | None:
     """Copy out of the segment at address ``segment``; of each slice, whether its header told before and after the copy that it is what
     is wanted (rule S2). None: this cannot be done here, and nothing was copied."""
@@ -86,7 +91,7 @@ def copy_slices(segment: int, capacity: int, slices: Sequence[Slice]) -> list[bo
     if copy_out is None:
         return None
     try:
-        packed = b"".join(_SLICE.pack(offset, stamp, start, len(target), target.ctypes.data) for offset, stamp, start, target in slices)
+        packed = b"".join(_SLICE.pack(offset, stamp, start, len(target), address_of(target)) for offset, stamp, start, target in slices)
     except struct.error:  # numbers that no holder gives
         return None
     good = bytearray(len(slices))

@@ -9,7 +9,6 @@ does not know; it is skipped.
 
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import msgspec
@@ -45,8 +44,7 @@ class FrameError(ValueError):
     """What came cannot be a frame of this channel. Drop the peer, never the process."""
 
 
-@dataclass(frozen=True, slots=True)
-class Prefix:
+class Prefix(msgspec.Struct, frozen=True, gc=False):
     body_bytes: int
     payload_bytes: int
     optional: bool

@@ -15,7 +15,8 @@ import struct
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+
+import msgspec
 
 from forebay.store.crc import crc32c
 from forebay.store.holder.log.index import Record
@@ -31,7 +32,7 @@ _SLOT = struct.Struct("<IIII")
 _F_SEAL_FUTURE_WRITE = 0x10  # whoever gets the descriptor later can only read
 
 
-class Hint(NamedTuple):
+class Hint(msgspec.Struct, frozen=True, gc=False):
     """A record of ``blocks`` blocks, its head included, from block ``first`` of log file ``file`` on."""
 
     file: int
@@ -143,9 +144,13 @@ class LogView:
             self._untold.append((key, generation))
             self._untold_bytes += count
 
+    def has_to_tell(self) -> bool:
+        """Whether ``to_tell`` has something."""
+        return len(self._untold) >= TELL_AFTER
+
     def to_tell(self) -> Touched | None:
         """What the holder has not been told, if that is worth a message."""
-        if len(self._untold) < TELL_AFTER:
+        if not self.has_to_tell():
             return None
         with self._lock:
             told = Touched(self._untold, self._untold_bytes)

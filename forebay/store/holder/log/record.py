@@ -7,7 +7,6 @@ The head CRC covers everything before it and tenant and key. VALUE holds an obje
 """
 
 import struct
-from dataclasses import dataclass
 from enum import IntEnum
 
 import msgspec
@@ -32,8 +31,7 @@ class RecordError(ValueError):
     """These bytes are no record."""
 
 
-@dataclass(frozen=True, slots=True)
-class Head:
+class Head(msgspec.Struct, frozen=True, gc=False):
     kind: Kind
     generation: int
     value_bytes: int
@@ -51,14 +49,20 @@ def padded(count: int) -> int:
     return (count + BLOCK_BYTES - 1) & -BLOCK_BYTES
 
 
-def write_head(head: Head, block: memoryview) -> None:
-    """Fill ``block`` (``BLOCK_BYTES``, writable)."""
+def pack_head(head: Head) -> bytes:
+    """The head block without the zeros at its end. Raises ``RecordError`` if it is too large."""
     tenant = head.tenant.encode()
     fixed = _HEAD.pack(MAGIC, VERSION, head.kind, head.generation, head.value_bytes, len(tenant), len(head.key), head.value_crc)
     names = tenant + head.key
     packed = fixed + _CRC.pack(crc32c(names, crc32c(fixed))) + names
     if len(packed) > BLOCK_BYTES:
         raise RecordError(f"tenant and key of {len(names)} bytes; {BLOCK_BYTES - _NAMES_AT} are allowed")
+    return packed
+
+
+def write_head(head: Head, block: memoryview) -> None:
+    """Fill ``block`` (``BLOCK_BYTES``, writable)."""
+    packed = pack_head(head)
     block[: len(packed)] = packed
     block[len(packed) : BLOCK_BYTES] = bytes(BLOCK_BYTES - len(packed))
 
