@@ -91,6 +91,25 @@ def test_a_put_is_invisible_until_its_end_and_then_found_with_a_lease() -> None:
     assert place.spots[0].holder == holder.number
 
 
+@pytest.mark.parametrize("promotes", [False, True])
+def test_what_is_answered_without_a_step_is_what_a_step_answers(promotes: bool) -> None:
+    world = World(MasterConfig(settle_s=0.0, promotion_on_hit=promotes))
+    world.holder(FakeHolder("h"))
+    client = world.client()
+    put(world, client, b"k")
+    for message in (Get(7, [b"k", b"other"]), Exists(7, [b"k", b"other"])):
+        stepped, counted = world.call(client, message), dict(world.master.state.counters)
+        quick = world.master.answer(world.now, client, message)
+        if promotes and isinstance(message, Get):
+            assert quick is None, "it may have effects"
+        else:
+            assert quick == stepped
+        counts = world.master.state.counters
+        assert isinstance(message, Exists) or counts["get_found"] == counted["get_found"] + (quick is not None)
+    assert world.master.answer(world.now, client, Query(7, [b"k"])) is None
+    assert world.master.answer(world.now, client + 1, Get(7, [b"k"])) is None, "nobody"
+
+
 def test_an_equal_put_is_success_and_a_different_length_replaces_with_a_higher_generation() -> None:
     world = World()
     holder, client = world.holder(FakeHolder("h")), world.client()

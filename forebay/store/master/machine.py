@@ -25,6 +25,7 @@ from forebay.store.wire.messages import (
     HolderToMaster,
     Inventory,
     ListKeys,
+    Located,
     MatchPrefix,
     Persisted,
     PromotionDone,
@@ -98,12 +99,18 @@ class Master:
                 self._disconnect(now, session)
         return state.out
 
-    def answer(self, now: float, session: int, message: ClientToMaster) -> Codes | None:
-        """The hottest question without the ceremony of effects: the answer to an ``Exists``, None for anything else."""
-        owner = self.state.sessions.get(session)
-        if type(message) is not Exists or owner is None:
+    def answer(self, now: float, session: int, message: ClientToMaster) -> Codes | Located | None:
+        """The hottest questions without the ceremony of effects: the answer to an ``Exists``, and to a ``Get`` that promotes nothing;
+        None for anything else."""
+        state = self.state
+        owner, kind = state.sessions.get(session), type(message)
+        if owner is None:
             return None
-        return reads.exists(self.state, now, owner.tenant, message.call, message.keys)
+        if kind is Get and not state.config.promotion_on_hit:
+            return reads.get(state, now, owner.tenant, message.call, message.keys)  # type: ignore[union-attr]
+        if kind is Exists:
+            return reads.exists(state, now, owner.tenant, message.call, message.keys)  # type: ignore[union-attr]
+        return None
 
     def _client(self, now: float, session: int, message: ClientToMaster) -> None:
         state = self.state
