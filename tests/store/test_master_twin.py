@@ -26,6 +26,7 @@ from forebay.store.wire.messages import (
     PutRevoke,
     PutStart,
     Remove,
+    Room,
     Tier,
 )
 from tests.store.store_fakes import FakeHolder, World
@@ -88,14 +89,20 @@ class MasterTwin(RuleBasedStateMachine):
             return
         generation, length = self.open.pop(key)
         self.world.write(self.rooms[key], 0, "default", key, length, persist=persist)
-        answer = self.world.call(self.client, PutEnd(2, [key], [generation], [()]))
+        written = tuple(room.holder for room in self.rooms[key].grants[0].rooms if self._has_written(room, generation))
+        if not written:  # the rooms were given before their holders registered again
+            self.world.call(self.client, PutRevoke(2, [key], [generation]))
+            return
+        answer = self.world.call(self.client, PutEnd(2, [key], [generation], [written]))
         assert isinstance(answer, Codes)
         if answer.codes[0] == Status.OK:
-            logged = persist and any(
-                room.holder == holder.number for room in self.rooms[key].grants[0].rooms for holder in self.holders
-            )
+            logged = persist and any(holder.number in written for holder in self.holders)
             self.twin[key] = (length, logged)
             self.removed.discard(key)
+
+    def _has_written(self, room: Room, generation: int) -> bool:
+        found = [holder.memory.get(room.offset) for holder in self.holders if holder.number == room.holder]
+        return any(entry is not None and entry.generation == generation for entry in found)
 
     @rule(key=st.sampled_from(KEYS), length=st.sampled_from(LENGTHS), read=st.booleans())
     def put_whole(self, key: bytes, length: int, read: bool) -> None:
