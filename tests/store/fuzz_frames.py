@@ -382,7 +382,7 @@ class Mutator:
 
     def _value(self, data: bytes, others: list[bytes]) -> bytes:
         """One value somewhere in the body is another; the frame around it is right."""
-        if len(data) < PREFIX.size:
+        if not PREFIX.size <= len(data) <= MAX_INPUT_BYTES:  # a list that was made 9000 times as long is not to be so once more
             return data
         body_bytes, payload_bytes = PREFIX.unpack_from(data)[3:]
         try:
@@ -524,7 +524,7 @@ def main() -> None:
         asyncio.run(campaign.run(time.monotonic() + given.minutes * 60, Path(directory)))
     if given.keep:
         for name, kept in campaign.kept.items():
-            write_corpus(name, kept)
+            write_corpus(name, [*read_corpus(name), *kept])
     print("\n".join(progress(campaign)))
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from forebay.store import Status
 from forebay.store.address import Address
+from forebay.store.client import one_master
 from forebay.store.client.channel import Channel, ChannelError
 from forebay.store.holder.log.hints import LogView
 from forebay.store.master import claims
@@ -227,3 +228,42 @@ def test_a_table_of_hints_that_may_be_taken_away_is_not_used(tmp_path: Path) -> 
 def test_a_holder_at_a_host_that_cannot_be_is_not_reached_and_that_is_all(host: str) -> None:
     with pytest.raises(ChannelError):
         Channel.connect(Address(host, 1), "default", b"", time.monotonic() + 1.0)
+
+
+def test_a_keeper_is_told_to_forget_only_when_it_has_told_all_that_it_keeps() -> None:
+    """The removal in the first of two pieces of its inventory is delivered before the second piece comes."""
+    world = World(MasterConfig(settle_s=0.0))
+    keeper, away = FakeHolder("keeper", tells=False), FakeHolder("away")
+    graves = [Grave("default", b"%d" % number, number + 1, behalf="away") for number in range(2)]
+    keeper.graves = list(graves)
+    world.holder(keeper)
+    world.step(FromHolder(keeper.session, Inventory(0, [], [], graves[:1], False)))
+    world.holder(away)
+    assert away.serving and keeper.graves == graves
+    world.step(FromHolder(keeper.session, Inventory(1, [], [], graves[1:], True)))
+    assert keeper.graves == [] and keeper.serving
+
+
+@pytest.mark.parametrize("local", [True, False])
+def test_a_holder_that_answers_with_no_code_at_all_costs_its_keys_and_no_exception(local: bool) -> None:
+    with cluster(MasterConfig(settle_s=0.0)) as nodes:
+        holder = nodes.holder(16 << 20)
+        client = nodes.client(allow_local=local, timeout_s=0.5)
+        assert client.put(b"k", b"value") is Status.OK
+        holder.data._finish_write = lambda connection, call, entries, intact: connection.answer(Codes(call, b"\x63"))  # type: ignore[method-assign]
+        assert client.put(b"l", b"value") is not Status.OK
+        holder.data._read_memory = lambda connection, message: connection.answer(Codes(message.call, b"\x63"))  # type: ignore[method-assign]
+        assert client.get(b"k") == (b"value" if local else None)
+
+
+def test_a_value_larger_than_memory_is_a_miss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with cluster(MasterConfig(settle_s=0.0)) as nodes:
+        nodes.holder(16 << 20, tmp_path)
+        client = nodes.client()
+        assert client.put(b"k", b"value") is Status.OK
+
+        def too_much(length: int) -> None:
+            raise MemoryError(length)
+
+        monkeypatch.setattr(one_master, "_new_bytes", too_much)
+        assert client.get(b"k") is None

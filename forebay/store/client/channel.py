@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from forebay.store.address import Address
+from forebay.store.backend import Status
 from forebay.store.native import library as native
 from forebay.store.native.reads import OneRead
 from forebay.store.wire import auth
@@ -34,6 +35,17 @@ Bytes = npt.NDArray[np.uint8]
 
 class ChannelError(ConnectionError):
     """The peer is gone, refuses us, or talks nonsense. The channel is of no more use."""
+
+
+_STATUSES = {int(status): status for status in Status}
+
+
+def status_of(code: int) -> Status:
+    """What a peer's code means. Raises ``ChannelError`` for what is none."""
+    try:
+        return _STATUSES[code]
+    except KeyError:
+        raise ChannelError(f"{code} is no code") from None
 
 
 class Channel:

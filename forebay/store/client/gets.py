@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from forebay.store.backend import Status
-from forebay.store.client.channel import Bytes, Channel, ChannelError
+from forebay.store.client.channel import Bytes, Channel, ChannelError, status_of
 from forebay.store.client.holders import REGION_BYTES, REGIONS, HolderPeer, Holders, LocalChannel
 from forebay.store.holder.log.record import padded
 from forebay.store.native.library import Slice as Copied
@@ -145,7 +145,7 @@ class Reader:
         if prefix.payload_bytes != sum(len(want.target) for want, _ in good):
             raise ChannelError(f"a payload of {prefix.payload_bytes} bytes does not fit what was asked for")
         for (want, _), code in zip(group, answer.codes, strict=True):
-            want.status = Status(code) if code != Status.OK else Status.UNAVAILABLE
+            want.status = status_of(code) if code != Status.OK else Status.UNAVAILABLE
             want.stale = code == Status.NOT_FOUND
         for want, _ in good:
             channel.receive_into(want.target, self._deadline, patience_s)
@@ -176,7 +176,7 @@ class Reader:
                 if prefix.payload_bytes != len(want.target):
                     raise ChannelError(f"a part of {prefix.payload_bytes} bytes where {len(want.target)} are due")
                 channel.receive_into(want.target, self._deadline, patience_s)
-            want.status, want.stale = Status(answer.code), answer.code == Status.NOT_FOUND
+            want.status, want.stale = status_of(answer.code), answer.code == Status.NOT_FOUND
 
     def _copy_from_log(self, channel: LocalChannel, group: list[tuple[Want, Spot]]) -> None:
         """By way of the staging memory, in regions: while one is copied out, the holder fills the next. What does not fit a region is
@@ -209,7 +209,7 @@ class Reader:
         if not isinstance(answer, Codes) or region is None or len(answer.codes) != len(region.group):
             raise ChannelError("codes were due")
         for (want, _), begin, code in zip(region.group, region.places, answer.codes, strict=True):
-            want.status, want.stale = Status(code), code == Status.NOT_FOUND
+            want.status, want.stale = status_of(code), code == Status.NOT_FOUND
             if code == Status.OK:
                 want.target[:] = channel.staging[begin : begin + len(want.target)]
         return region.begin

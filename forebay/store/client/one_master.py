@@ -318,7 +318,10 @@ class OneMaster:
         answer = self._ask(lambda call: Get(call, [key]), Located, deadline, own)
         if answer is None or len(answer.places) != 1 or answer.places[0].code != Status.OK:
             return None
-        made, target = _new_bytes(answer.places[0].length)
+        try:
+            made, target = _new_bytes(answer.places[0].length)
+        except MemoryError:  # more than there can be here, whoever claims it
+            return None
         want = Want(key, 0, target)
         locate(want, answer.places[0])
         if own is not None and self._settle(own, want, deadline):

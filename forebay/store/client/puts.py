@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from forebay.store.backend import Status
-from forebay.store.client.channel import Bytes, Channel, ChannelError
+from forebay.store.client.channel import Bytes, Channel, ChannelError, status_of
 from forebay.store.client.holders import REGION_BYTES, REGIONS, Holders, LocalChannel
 from forebay.store.crc import crc32c
 from forebay.store.wire.frames import decode_holder_to_client, decode_master_to_client, encode
@@ -166,14 +166,14 @@ class Putter:
         begin, start, stop = under_way.pop(answer.call)
         if len(answer.codes) != stop - start:
             raise ChannelError("codes were due")
-        codes[start:stop] = [Status(code) for code in answer.codes]
+        codes[start:stop] = [status_of(code) for code in answer.codes]
         return begin
 
     def _codes(self, channel: Channel, count: int) -> list[Status]:
         answer, _ = channel.receive(decode_holder_to_client, self._deadline)
         if not isinstance(answer, Codes) or len(answer.codes) != count:
             raise ChannelError("codes were due")
-        return [Status(code) for code in answer.codes]
+        return [status_of(code) for code in answer.codes]
 
     def _end(self, granted: list[tuple[Gift, Grant]], results: dict[int, dict[int, Status]]) -> None:
         """End what at least one holder has, revoke the rest (which is tried again)."""

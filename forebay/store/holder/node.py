@@ -114,7 +114,7 @@ class Holder:
         self._connections: dict[int, Connection] = {}
         self._numbers = 0
         self._beaten = time.monotonic()
-        self._kept_graves: list[Grave] = []  # without a log
+        self._kept_graves: dict[Grave, None] = {}  # without a log
         self._burying: list[Bury] = []  # handed to the log's writer, and not yet logged
         self._receipts: dict[int, Receipt] = {}  # by id of entry
         self._was_broken = False
@@ -321,7 +321,7 @@ class Holder:
             case Bury():
                 self._bury(message)
             case Forget(behalf):
-                self._kept_graves = [grave for grave in self._kept_graves if grave.behalf != behalf]
+                self._kept_graves = {grave: None for grave in self._kept_graves if grave.behalf != behalf}
                 if self._writer is not None:
                     self._writer.submit(ForgetJob(behalf))
             case Promote(task, tenant, key):
@@ -361,7 +361,7 @@ class Holder:
             self._burying.append(message)
             self._writer.submit(BuryJob(message.op, message.graves))
             return
-        self._kept_graves += [grave for grave in message.graves if grave.behalf and grave not in self._kept_graves]
+        self._kept_graves |= {grave: None for grave in message.graves if grave.behalf}
         if message.op:
             self._link.send(Buried(message.op))
 

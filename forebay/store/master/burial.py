@@ -192,7 +192,8 @@ def _finish_if_done(state: State, number: int, burial: Burial) -> None:
 
 
 def _delivered(state: State, burial: Burial) -> None:
-    """The returned holder has logged these graves. When nothing more is owed to it, its keepers may forget them."""
+    """The returned holder has logged these graves. When nothing more is owed to it, its keepers may forget them; but not one that is
+    still telling what it keeps."""
     owed = state.graves.get(burial.delivers, {})
     for grave in burial.delivered:
         place = (grave.tenant, grave.key)
@@ -204,5 +205,5 @@ def _delivered(state: State, burial: Burial) -> None:
     if not owed:
         state.graves.pop(burial.delivers, None)
         for holder in state.holders.values():
-            if holder.present:
+            if holder.complete:
                 state.send(holder.session, Forget(burial.delivers))

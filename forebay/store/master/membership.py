@@ -85,10 +85,6 @@ def inventory(state: State, now: float, holder: Holder, message: Inventory) -> N
         return
     holder.inventory_next += 1
     burial.learn(state, message.graves)
-    for name in dict.fromkeys(grave.behalf for grave in message.graves):
-        owing = state.by_name.get(name)
-        if owing is not None and owing.complete:
-            _deliver(state, now, owing)  # it came back before its keeper did
     digger = burial.Digger(state)
     deaths = burial.Deaths(state, holder)
     refused: list[tuple[int, int]] = []
@@ -102,6 +98,10 @@ def inventory(state: State, now: float, holder: Holder, message: Inventory) -> N
         state.send(holder.session, Retire(refused))
     digger.send(holder.session, None, b"")
     if message.last:
+        for name in list(state.graves):
+            owing = state.by_name.get(name)
+            if owing is not None and owing.complete:
+                _deliver(state, now, owing)  # it came back before its keeper did
         _complete(state, now, holder)
 
 

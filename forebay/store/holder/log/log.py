@@ -67,7 +67,7 @@ class SsdLog:
         self.file_bytes = max(MIN_FILE_BYTES, min(MAX_FILE_BYTES, capacity // FILES_AT_CAPACITY))
         self.index = Index()
         self.cut_bytes = 0  # what the start found torn or damaged
-        self.kept_graves: list[Grave] = []  # on behalf of absent holders
+        self.kept_graves: dict[Grave, None] = {}  # on behalf of absent holders, in the order they came
         self._files = files
         self._by_number: dict[int, LogFile] = {}
         self._active: LogFile | None = None
@@ -186,7 +186,7 @@ class SsdLog:
 
     def forget_kept(self, behalf: str) -> None:
         """Graves kept for ``behalf`` are delivered. They fade with their files."""
-        self.kept_graves = [grave for grave in self.kept_graves if grave.behalf != behalf]
+        self.kept_graves = {grave: None for grave in list(self.kept_graves) if grave.behalf != behalf}
 
     def sync(self) -> None:
         if self._active is not None:
@@ -270,7 +270,7 @@ class SsdLog:
                 self._files.unlink(number)
         for grave in graves:
             if grave.behalf:
-                self.kept_graves.append(grave)
+                self.kept_graves[grave] = None
             else:
                 self.index.bury(grave)
 
@@ -314,7 +314,7 @@ class SsdLog:
             file.size += head.record_bytes
             file.graves += graves
             self._highest = max(self._highest, head.generation)
-            self.kept_graves += [grave for grave in graves if grave.behalf and grave not in self.kept_graves]
+            self.kept_graves |= {grave: None for grave in graves if grave.behalf}
 
     def _file_for(self, record_bytes: int) -> LogFile:
         if self._active is not None and self._active.size + record_bytes > self.file_bytes and self._active.size:
