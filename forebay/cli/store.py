@@ -15,6 +15,7 @@ import msgspec
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from forebay.settings import SettingsError, format_size, parse_size
 from forebay.store import bench as measuring
@@ -260,7 +261,8 @@ def status(url: Url, tenant: Tenant = "default", secret_file: SecretFile = None,
         memory = f"{format_size(entry.memory_used)} of {format_size(entry.memory_bytes)}"
         disk = f"{format_size(entry.ssd_used)} of {format_size(entry.ssd_bytes)}"
         serves = "yes" if entry.usable else "no"
-        table.add_row(entry.name[:12], f"{entry.host}:{entry.port}", serves, memory, disk, entry.ssd_state)
+        cells = entry.name[:12], f"{entry.host}:{entry.port}", serves, memory, disk, entry.ssd_state
+        table.add_row(*(Text(cell) for cell in cells))  # as they are: a holder's words are no markup
     console = Console()
     console.print(f"{stats.objects} objects, {stats.waiting_puts} puts waiting, {stats.promotions_in_flight} promotions in flight")
     console.print(table)

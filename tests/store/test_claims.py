@@ -9,7 +9,9 @@ from types import SimpleNamespace
 
 import msgspec
 import pytest
+from typer.testing import CliRunner
 
+from forebay.cli.store import app as store_commands
 from forebay.store import Status
 from forebay.store.address import Address
 from forebay.store.client import one_master
@@ -42,7 +44,7 @@ from forebay.store.wire.messages import (
     Remove,
     StoreStats,
 )
-from tests.store.store_cluster import cluster
+from tests.store.store_cluster import cluster, wait_for
 from tests.store.store_fakes import FakeHolder, World
 from tests.store.test_master import OK, exists, put
 
@@ -142,6 +144,7 @@ OVERSIZED: dict[str, HolderToMaster] = {
     "peers": msgspec.structs.replace(REGISTER, peers=["p"] * (MAX_PEERS + 1)),
     "a peer's name": msgspec.structs.replace(REGISTER, peers=["two words"]),
     "state": Beat(0, "x" * 201, True),
+    "a state with a terminal's escape": Beat(0, "\x1b[2J", True),
     "key": Persisted([HeldSsd("t", b"k" * (MAX_KEY_BYTES + 1), 1, 1)]),
     "tenant": Persisted([HeldSsd("t" * 65, b"k", 1, 1)]),
     "length": Persisted([HeldSsd("t", b"k", 1, (1 << 40) + 1)]),
@@ -254,6 +257,17 @@ def test_a_holder_that_answers_with_no_code_at_all_costs_its_keys_and_no_excepti
         assert client.put(b"l", b"value") is not Status.OK
         holder.data._read_memory = lambda connection, message: connection.answer(Codes(message.call, b"\x63"))  # type: ignore[method-assign]
         assert client.get(b"k") == (b"value" if local else None)
+
+
+def test_a_holders_words_are_shown_as_they_are(tmp_path: Path) -> None:
+    with cluster(MasterConfig(settle_s=0.0)) as nodes:
+        holder = nodes.holder(16 << 20, tmp_path)
+        assert holder._writer is not None
+        holder._writer.state = "DRAM only: [/no] [red]markup"
+        client = nodes.client()
+        wait_for(lambda: client.holders().holders[0].ssd_state != "ok")
+        shown = CliRunner().invoke(store_commands, ["status", nodes.url], env={"COLUMNS": "200"})
+    assert shown.exit_code == 0 and "[/no] [red]markup" in shown.output, shown.output
 
 
 def test_a_value_larger_than_memory_is_a_miss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

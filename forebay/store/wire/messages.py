@@ -36,7 +36,7 @@ TenantName = Annotated[str, msgspec.Meta(max_length=MAX_TENANT_CHARS)]
 HolderName = Annotated[str, msgspec.Meta(pattern=r"^[!-~]{1,64}\Z")]  # stands on a line of its own in files of other holders
 MaybeHolder = Annotated[str, msgspec.Meta(pattern=r"^[!-~]{0,64}\Z")]
 Whereabouts = Annotated[str, msgspec.Meta(pattern=r"^[!-~]{0,255}\Z")]  # a host, an abstract socket, a machine
-Line = Annotated[str, msgspec.Meta(max_length=MAX_LINE_CHARS)]
+Line = Annotated[str, msgspec.Meta(max_length=MAX_LINE_CHARS, pattern=r"^[^\x00-\x1f\x7f-\x9f]*\Z")]  # ends up in terminals
 
 
 _T = TypeVar("_T")
