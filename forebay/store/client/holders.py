@@ -205,6 +205,9 @@ class HolderPeer:
         self._lock = threading.Lock()
         self._door_open = local
         self.pool = Pool(self._connect)
+        self.words = Pool(self._connect_by_tcp)
+        """For messages without answer or payload. A channel of the other pool that was made for one of them would be taken for the next
+        read, whose staging memory nobody has touched yet."""
 
     def attach(self, deadline: float) -> bool:
         """Whether its memory is mapped here, trying to if that was not tried yet."""
@@ -215,6 +218,7 @@ class HolderPeer:
 
     def close(self) -> None:
         self.pool.close()
+        self.words.close()
         self.log = None
         segment, self.segment = self.segment, None  # readers that are still copying hold it themselves
         if segment is not None:
@@ -228,6 +232,9 @@ class HolderPeer:
                 raise
             except OSError:
                 self._door_open = False  # then by TCP like everyone
+        return self._connect_by_tcp(deadline)
+
+    def _connect_by_tcp(self, deadline: float) -> Channel:
         return Channel.connect(Address(self.entry.host, self.entry.port), self._tenant, self._secret, deadline, self._tls)
 
     def _enter(self, deadline: float) -> Channel:
@@ -285,7 +292,7 @@ class Holders:
         for peer in [*self._peers.values()]:
             told = peer.log.to_tell() if peer.log is not None else None
             if told is not None:
-                with contextlib.suppress(ChannelError, TimeoutError), peer.pool.lease(deadline) as channel:
+                with contextlib.suppress(ChannelError, TimeoutError), peer.words.lease(deadline) as channel:
                     channel.send(encode(told, optional=True), (), deadline)
 
     def refresh_quietly(self, deadline: float) -> None:

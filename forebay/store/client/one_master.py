@@ -393,7 +393,7 @@ class OneMaster:
             peer = self._holders.get(number, deadline)
             if peer is None:
                 return False
-            with peer.pool.lease(deadline) as channel:
+            with peer.words.lease(deadline) as channel:
                 channel.send(encode(message, optional=True), (), deadline)
             return True
         except (ChannelError, TimeoutError):
