@@ -7,6 +7,7 @@ machine.py      step(now, event) -> effects: the only door
   burial.py       removals that must be logged before they are acknowledged
   membership.py   holders: registration, inventories, suspicion
   promotion.py    SSD -> DRAM tasks
+  claims.py       which generations a holder is believed
 records.py      the tables          transitions.py  the life of a replica
 extents.py      free space          sketch.py       count-min
 invariants.py   what must hold after every step
