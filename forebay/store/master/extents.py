@@ -39,11 +39,9 @@ class Extents:
         place = bisect_left(self._sizes, size)
         if place == len(self._sizes):
             return None
-        start = next(iter(self._by_size[self._sizes[place]]))
-        found = self._remove(start)
-        if found > size:
-            self._add(start + size, found - size)
-        self.free_bytes -= size
+        found = self._sizes[place]
+        start = next(iter(self._by_size[found]))
+        self._cut(start, start, start + size)
         return start
 
     def reserve(self, start: int, size: int) -> bool:
@@ -69,12 +67,14 @@ class Extents:
         self.free_bytes += size
         end = start + size
         assert end <= self.capacity and start not in self._starts and end not in self._ends, (start, size)
-        before = self._ends.get(start)
+        before = self._ends.pop(start, None)
         if before is not None:
-            self._remove(before)
+            self._unfile(before, start - before)
             start = before
-        if end in self._starts:
-            end += self._remove(end)
+        after = self._starts.pop(end, None)
+        if after is not None:
+            self._unfile(end, after)
+            end += after
         self._add(start, end - start)
 
     def ranges(self) -> list[tuple[int, int]]:
@@ -83,30 +83,35 @@ class Extents:
 
     def _cut(self, begin: int, start: int, end: int) -> None:
         """Take [start, end) out of the free extent that begins at ``begin``."""
-        stop = begin + self._remove(begin)
+        size = self._starts.pop(begin)
+        stop = begin + size
+        self._unfile(begin, size)
         if begin < start:
             self._add(begin, start - begin)
         if end < stop:
             self._add(end, stop - end)
+        else:
+            del self._ends[stop]
         self.free_bytes -= end - start
 
     def _add(self, start: int, size: int) -> None:
+        """A free extent, whose start is new and whose end is new or that of what it is the rest of."""
         self._order = None
         self._starts[start] = size
         self._ends[start + size] = start
         peers = self._by_size.get(size)
         if peers is None:
-            peers = self._by_size[size] = {}
+            self._by_size[size] = {start: None}
             insort(self._sizes, size)
-        peers[start] = None
+        else:
+            peers[start] = None
 
-    def _remove(self, start: int) -> int:
+    def _unfile(self, start: int, size: int) -> None:
+        """Out of its size; the caller sees to ``_starts`` and ``_ends``."""
         self._order = None
-        size = self._starts.pop(start)
-        del self._ends[start + size]
         peers = self._by_size[size]
-        del peers[start]
-        if not peers:
+        if len(peers) > 1:
+            del peers[start]
+        else:
             del self._by_size[size]
             del self._sizes[bisect_left(self._sizes, size)]
-        return size

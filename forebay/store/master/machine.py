@@ -7,7 +7,8 @@ comes at the wrong time is answered with a code or ends its connection.
 
 import hashlib
 import struct
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from forebay.store.master import burial, claims, membership, promotion, puts, reads, space
 from forebay.store.master.records import Close, Effect, MasterConfig, Session, State
@@ -39,33 +40,28 @@ from forebay.store.wire.messages import (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Connected:
+class Connected(Struct, frozen=True):
     """A peer proved to be ``tenant``."""
 
     session: int
     tenant: str
 
 
-@dataclass(frozen=True, slots=True)
-class Disconnected:
+class Disconnected(Struct, frozen=True):
     session: int
 
 
-@dataclass(frozen=True, slots=True)
-class FromClient:
+class FromClient(Struct, frozen=True):
     session: int
     message: ClientToMaster
 
 
-@dataclass(frozen=True, slots=True)
-class FromHolder:
+class FromHolder(Struct, frozen=True):
     session: int
     message: HolderToMaster
 
 
-@dataclass(frozen=True, slots=True)
-class Ticked:
+class Ticked(Struct, frozen=True):
     """Time has passed; wanted at least every 50 ms."""
 
 

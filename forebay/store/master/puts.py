@@ -40,8 +40,11 @@ from forebay.store.wire.messages import (
     Room,
 )
 
+OK, EXISTS, NOT_FOUND = Status.OK, Status.EXISTS, Status.NOT_FOUND  # an enum's member is slow to look up
+ALLOCATE, COMMIT = Cause.ALLOCATE, Cause.COMMIT
 TOKEN_BYTES = 8
 MAX_RETRIES_A_STEP = 256
+MUST_EVICT = 1 << 62  # of an urgency: more than any holder has under way
 _PLACE = struct.Struct("<QQQI")
 
 
@@ -89,7 +92,7 @@ def end(state: State, now: float, session: int, message: PutEnd) -> None:
     owner, digger, codes = state.sessions[session], Digger(state), bytearray()
     for key, generation, written in zip(message.keys, message.generations, message.written, strict=True):
         put = owner.puts.pop((key, generation), None)
-        codes.append(Status.NOT_FOUND if put is None else _commit(state, now, put, written, digger))
+        codes.append(NOT_FOUND if put is None else _commit(state, now, put, written, digger))
     digger.send(session, message.call, bytes(codes))
 
 
@@ -172,7 +175,7 @@ def _grant(state: State, now: float, writer: _Writer, key: bytes, length: int) -
         return Grant(Status.INVALID)
     known = tenant.objects.get(key)
     if known is not None and known.length == length and known.readable():
-        return Grant(Status.EXISTS)
+        return Grant(EXISTS)
     if key in tenant.pending:
         return Grant(AGAIN)
     if not holders:
@@ -192,7 +195,7 @@ def _open(state: State, writer: _Writer, key: bytes, length: int, places: list[t
     rooms, replicas = [], []
     for holder, offset in places:
         replica = MemoryReplica(object, holder, offset, generation)
-        move(replica, Cause.ALLOCATE)
+        move(replica, ALLOCATE)
         space.take_note(replica)
         holder.in_flight_bytes += replica.size
         replicas.append(replica)
@@ -201,7 +204,7 @@ def _open(state: State, writer: _Writer, key: bytes, length: int, places: list[t
     put = Put(object, writer.session)
     tenant.pending[key] = put
     writer.owner.puts[key, generation] = put
-    return Grant(Status.OK, generation, tuple(rooms))
+    return Grant(OK, generation, tuple(rooms))
 
 
 def _choose(state: State, now: float, need: int, holders: list[Holder]) -> list[tuple[Holder, int]]:
@@ -223,14 +226,13 @@ def _in_turn(state: State, holders: list[Holder]) -> list[Holder]:
     if len(holders) == 1:
         return holders
     first, high = state.turn % len(holders), state.config.high_watermark
-    turned = holders[first:] + holders[:first]
 
-    def urgency(holder: Holder) -> tuple[bool, int]:
+    def urgency(holder: Holder) -> int:
         extents = holder.extents
-        return extents.capacity - extents.free_bytes > high * extents.capacity, holder.in_flight_bytes // (64 << 20)
+        capacity, under_way = extents.capacity, holder.in_flight_bytes >> 26  # / 64 MiB
+        return under_way if capacity - extents.free_bytes <= high * capacity else MUST_EVICT + under_way
 
-    turned.sort(key=urgency)
-    return turned
+    return sorted(holders[first:] + holders[:first], key=urgency)
 
 
 def _receivers(put: Put) -> dict[Holder, None]:
@@ -271,7 +273,7 @@ def _commit(state: State, now: float, put: Put, written: tuple[int, ...], digger
         digger.supersede(object)
     tenant.objects[object.key] = object
     for replica in good:
-        move(replica, Cause.COMMIT)
+        move(replica, COMMIT)
         replica.round = replica.holder.round
         replica.holder.in_flight_bytes -= replica.size
         space.list_memory(state, replica)
@@ -282,7 +284,7 @@ def _commit(state: State, now: float, put: Put, written: tuple[int, ...], digger
             install_ssd(state, object, holder)
     state.count("put")
     state.count("put_bytes", object.length)
-    return Status.OK
+    return OK
 
 
 def remove(state: State, now: float, session: int, call: int, keys: list[bytes]) -> None:

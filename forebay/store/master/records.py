@@ -19,6 +19,7 @@ from forebay.store.master.sketch import CountMinSketch
 from forebay.store.master.transitions import ReplicaState
 from forebay.store.wire.messages import Grave, MasterToClient, MasterToHolder, Register
 
+NONE = ReplicaState.NONE  # an enum's member is slow to look up
 HEADER_BYTES = 64
 LEASE_SLACK_S = 0.1
 
@@ -66,7 +67,7 @@ class MemoryReplica:
         self.offset = offset
         self.size = footprint(object.length, HEADER_BYTES)
         self.stamp = stamp
-        self.state = ReplicaState.NONE
+        self.state = NONE
         self.round = holder.round
         self.tick = 0
         self.lane: Lane | None = None

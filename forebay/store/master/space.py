@@ -8,10 +8,11 @@ last lease has ended.
 
 from collections.abc import Iterator
 
-from forebay.store.master.records import Holder, Kind, Lane, MemoryReplica, Object, State
+from forebay.store.master.records import Holder, Kind, Lane, MemoryReplica, Object, Send, State
 from forebay.store.master.transitions import Cause, ReplicaState, move
-from forebay.store.wire.messages import Retire
+from forebay.store.wire.messages import MAX_ENTRIES, Retire
 
+VOLATILE, GONE, RETIRE = Kind.VOLATILE, ReplicaState.GONE, Cause.RETIRE  # an enum's member is slow to look up
 MAX_PASSED_OVER = 256  # leased objects skipped per lane and eviction before it is called full
 EVICTED = (Kind.PREFETCHED, Kind.DURABLE)
 EVICTED_WITHOUT_LOG = (*EVICTED, Kind.VOLATILE)
@@ -24,10 +25,18 @@ def allocate(state: State, now: float, holder: Holder, need: int) -> int | None:
     if need > capacity:
         return None
     if capacity - extents.free_bytes + need > config.high_watermark * capacity:
-        _evict_to(state, now, holder, int(config.low_watermark * capacity) - need)
+        kept = max(0, int(config.low_watermark * capacity) - need)
+        for victim in _victims(now, holder):
+            evict(state, victim)
+            if capacity - extents.free_bytes <= kept:
+                break
     offset = extents.take(need)
-    while offset is None and _evict_one(state, now, holder):
-        offset = extents.take(need)
+    if offset is None:
+        for victim in _victims(now, holder):
+            evict(state, victim)
+            offset = extents.take(need)
+            if offset is not None:
+                break
     return offset
 
 
@@ -46,10 +55,10 @@ def allocate_prefetch(state: State, now: float, holder: Holder, need: int) -> in
 
 def evict(state: State, replica: MemoryReplica) -> None:
     """Drop one unleased memory replica; the object stays if it is anywhere else."""
-    object = replica.object
+    object, lane = replica.object, replica.lane
     state.count("evicted")
     state.count("evicted_bytes", object.length)
-    if replica.lane is not None and replica.lane.kind is Kind.VOLATILE:
+    if lane is not None and lane.kind is VOLATILE:
         state.count("evicted_unlogged")
     drop_memory(state, replica, lease_until=0.0, now=0.0)
     if not object.memory and not object.ssd:
@@ -59,25 +68,35 @@ def evict(state: State, replica: MemoryReplica) -> None:
 def drop_memory(state: State, replica: MemoryReplica, lease_until: float, now: float) -> None:
     """Take a COMPLETE replica from its object, and free its range now or when ``lease_until`` has passed."""
     object, holder = replica.object, replica.holder
-    object.memory = tuple([other for other in object.memory if other is not replica])
+    memory, lane = object.memory, replica.lane
+    object.memory = () if memory == (replica,) else tuple([other for other in memory if other is not replica])
     object.unhear(holder)
-    assert replica.lane is not None
-    replica.lane.remove(replica)
+    assert lane is not None
+    lane.remove(replica)
     if lease_until > now:
         move(replica, Cause.DRAIN)
         replica.object = _ghost(object, lease_until)
         holder.draining[replica.stamp] = replica
     else:
-        move(replica, Cause.RETIRE)
+        move(replica, RETIRE)
         free(state, replica)
 
 
 def free(state: State, replica: MemoryReplica) -> None:
     """The range of a replica that is GONE: back to the free space, and its header to be retired."""
-    assert replica.state is ReplicaState.GONE
+    assert replica.state is GONE
     give_back(replica)
     if replica.holder.present:
-        state.send(replica.holder.session, Retire([(replica.offset, replica.stamp)]))
+        _retire(state, replica.holder.session, (replica.offset, replica.stamp))
+
+
+def _retire(state: State, session: int, header: tuple[int, int]) -> None:
+    """One message for all that goes in a row, as it does when a watermark is reached."""
+    last = state.out[-1] if state.out else None
+    if type(last) is Send and last.session == session and type(last.message) is Retire and len(last.message.ranges) < MAX_ENTRIES:
+        last.message.ranges.append(header)
+    else:
+        state.send(session, Retire([header]))
 
 
 def give_back(replica: MemoryReplica) -> None:
@@ -94,8 +113,9 @@ def list_memory(state: State, replica: MemoryReplica, kind: Kind | None = None) 
     """A replica became COMPLETE: into its lane, as the most recently used."""
     object = replica.object
     object.memory = (*object.memory, replica)
-    wanted = (Kind.DURABLE if object.ssd else Kind.VOLATILE) if kind is None else kind
-    replica.holder.lanes_of(object.tenant.name).of(wanted).append(replica, state.new_tick())
+    lanes = replica.holder.lanes_of(object.tenant.name)
+    lane = lanes.of(kind) if kind is not None else lanes.durable if object.ssd else lanes.volatile
+    lane.append(replica, state.new_tick())
 
 
 def relist(object: Object) -> None:
@@ -103,7 +123,7 @@ def relist(object: Object) -> None:
     for replica in object.memory:
         lane = replica.lane
         assert lane is not None
-        if lane.kind is Kind.VOLATILE:
+        if lane.kind is VOLATILE:
             tick = replica.tick
             lane.remove(replica)
             _insert_by_tick(replica.holder.lanes_of(object.tenant.name).durable, replica, tick)
@@ -149,19 +169,11 @@ def evict_tenant(state: State, now: float, tenant_name: str, excess: int) -> int
     return freed
 
 
-def _evict_to(state: State, now: float, holder: Holder, target: int) -> None:
-    extents, target = holder.extents, max(0, target)
-    while extents.capacity - extents.free_bytes > target and _evict_one(state, now, holder):
-        pass
-
-
-def _evict_one(state: State, now: float, holder: Holder) -> bool:
+def _victims(now: float, holder: Holder) -> Iterator[MemoryReplica]:
+    """What may go at one holder, in order; each is evicted before the next is asked for."""
     for kind in EVICTED if holder.ssd_ok else EVICTED_WITHOUT_LOG:
-        victim = _oldest(now, holder, kind)
-        if victim is not None:
-            evict(state, victim)
-            return True
-    return False
+        while (victim := _oldest(now, holder, kind)) is not None:
+            yield victim
 
 
 def _oldest(now: float, holder: Holder, kind: Kind) -> MemoryReplica | None:
@@ -176,12 +188,12 @@ def _oldest(now: float, holder: Holder, kind: Kind) -> MemoryReplica | None:
 
 
 def _first_evictable(now: float, lane: Lane) -> MemoryReplica | None:
-    replica = lane.head
+    replica, kind = lane.head, lane.kind
     for _ in range(MAX_PASSED_OVER + 1):
         if replica is None:
             return None
         object = replica.object
-        expendable = lane.kind is Kind.VOLATILE or not object.ssd or object.durable()  # not while its log is away
+        expendable = kind is VOLATILE or not object.ssd or object.durable()  # not while its log is away
         if expendable and object.lease_until <= now:
             return replica
         replica = replica.after

@@ -53,6 +53,11 @@ TABLE: dict[tuple[ReplicaState, Cause], ReplicaState] = {
 }
 
 
+_AFTER = {  # by cause, then state: a put takes two steps, so it should cost no tuple
+    cause: {before: after for (before, by), after in TABLE.items() if by is cause} for cause in Cause
+}
+
+
 class IllegalTransition(AssertionError):
     """A bug of ours: nothing on the wire can cause it."""
 
@@ -63,7 +68,7 @@ class _Stateful(Protocol):
 
 def move(replica: _Stateful, cause: Cause) -> None:
     """Raises ``IllegalTransition`` and changes nothing if the table has no such step."""
-    after = TABLE.get((replica.state, cause))
+    after = _AFTER[cause].get(replica.state)
     if after is None:
         raise IllegalTransition(f"{replica.state.name} replica cannot {cause.name}")
     replica.state = after
