@@ -8,7 +8,7 @@ from forebay.core.replica import Replica
 from forebay.core.request import Request
 from forebay.core.tickets import release_ready
 from forebay.core.transfers import SELECTIVE_HITS, WritePolicy
-from forebay.core.tree import NONE, Node, Tier
+from forebay.core.tree import DEVICE, HOST, NONE, Node
 
 PREFIX_WINDOW = 64
 HEAD_START = 0.15
@@ -22,8 +22,11 @@ def admit(replica: Replica, now: float) -> None:
     """
     cache = replica.cache
     assert cache is not None
+    running, most = replica.running, replica.config.max_running
+    if not replica.waiting or len(running) >= most or any([other.suspect for other in running]):
+        return
     for request in _candidates(replica):
-        if len(replica.running) >= replica.config.max_running or any(other.suspect for other in replica.running):
+        if len(running) >= most:
             return
         if replica.tickets.waits_at_best(request) and _has_room(replica, request):
             replica.tickets.leave(request, cache)
@@ -31,7 +34,7 @@ def admit(replica: Replica, now: float) -> None:
             continue
         if _next_page_is_coming(replica, request) or _gives_way(replica, request, now):
             continue
-        if request.suspect and replica.running:
+        if request.suspect and running:
             return  # its turn has come, and it runs alone
         loads = _reserve(replica, request)
         if loads is None:
@@ -42,6 +45,8 @@ def admit(replica: Replica, now: float) -> None:
         _want_backups(replica, request)
         if request.usage is None:
             _account(replica, request, [id(node) in fetched for node in loads], now)
+        if request.suspect:
+            return
 
 
 def _candidates(replica: Replica) -> Iterator[Request]:
@@ -59,8 +64,8 @@ def _has_room(replica: Replica, request: Request) -> bool:
     """Whether `_reserve` would find device pages, wherever the prefix comes from: what is loaded takes as many as what is computed."""
     cache = replica.cache
     assert cache is not None
-    held = [node for node in cache.tree.match(request.extend_hashes()) if node.pages[Tier.DEVICE] != NONE]
-    unpinned = sum(not node.pins[Tier.DEVICE] for node in held)
+    held = [node for node in cache.tree.match(request.extend_hashes()) if node.pages[DEVICE] != NONE]
+    unpinned = sum(not node.pins[DEVICE] for node in held)
     return _wanted_pages(replica, request) - len(held) <= cache.obtainable - unpinned
 
 
@@ -110,22 +115,22 @@ def _reserve(replica: Replica, request: Request) -> list[Node] | None:
     cache = replica.cache
     assert cache is not None
     path = cache.tree.match(request.extend_hashes())
-    loads = [node for node in path if node.pages[Tier.DEVICE] == NONE]
+    loads = [node for node in path if node.pages[DEVICE] == NONE]
     if 0 < len(loads) * replica.config.page_size <= replica.config.load_back_threshold:
         path = path[: path.index(loads[0])]
         loads = []
     pages = replica.pages_for(request.length)
-    held = [node for node in path if node.pages[Tier.DEVICE] != NONE]
+    held = [node for node in path if node.pages[DEVICE] != NONE]
     cache.pin(held)
     for node in loads:
-        cache.tree.pin(node, Tier.HOST)  # before device pages are taken, or making room could take what is to be loaded
+        cache.tree.pin(node, HOST)  # before device pages are taken, or making room could take what is to be loaded
     wanted = _wanted_pages(replica, request) - len(held)
     own = None
     if wanted <= cache.obtainable:
         own = cache.allocate(pages - len(held))
         while own is None and take_back_ready(replica, request):
             own = cache.allocate(pages - len(held))
-    cache.tree.unpin(loads, Tier.HOST)
+    cache.tree.unpin(loads, HOST)
     if own is None:
         cache.release(held, (), cache.retired)
         return None
@@ -160,7 +165,7 @@ def _account(replica: Replica, request: Request, loads: Sequence[bool], now: flo
     store = min(sum(loads) * page_size, request.computed)
     host = min((len(loads) - sum(loads)) * page_size, request.computed - store)
     device = request.computed - host - store
-    request.usage = Usage(cached_device=device, cached_host=host, cached_store=store, queue_s=now - request.arrived_at)
+    request.usage = request.unsaid = Usage(cached_device=device, cached_host=host, cached_store=store, queue_s=now - request.arrived_at)
     replica.spans.append(request.queue_span(now))
     replica.cached_device_tokens += device
     replica.cached_host_tokens += host
@@ -176,5 +181,5 @@ def _want_backups(replica: Replica, request: Request) -> None:
         second = policy is WritePolicy.WRITE_THROUGH_SELECTIVE and node.hits >= SELECTIVE_HITS
         if not request.no_store and (second or policy is WritePolicy.WRITE_THROUGH):
             replica.backups.want(node)
-            if replica.config.has_store and replica.cache is not None and node.pages[Tier.HOST] != NONE:
+            if replica.config.has_store and replica.cache is not None and node.pages[HOST] != NONE:
                 replica.stores.want(replica.cache, node)

@@ -24,7 +24,7 @@ from forebay.core.page_cache import PageCache
 from forebay.core.replica import InFlight, Replica
 from forebay.core.request import Request, RequestState, Twin
 from forebay.core.transfers import WRITE_BACK_FREE_SHARE, WritePolicy
-from forebay.core.tree import NONE, Tier
+from forebay.core.tree import DEVICE, HOST, NONE
 
 OVERTAKE_WORK = 32 * PASS_WORK
 
@@ -76,13 +76,15 @@ def build_plan(replica: Replica, epoch: int, now: float) -> Plan | None:
 def _add_decodes(replica: Replica, draft: _Draft) -> None:
     decoding = len([request for request in replica.running if not request.prefilling])
     quota = -(-decoding // replica.config.pp)
-    while quota and replica.decodes:
-        request = replica.decodes[0]
-        if not _ensure_page(replica, request):
+    decodes, page_size = replica.decodes, replica.config.page_size
+    while quota and decodes:
+        request = decodes[0]
+        has_page = request.computed < len(request.table) * page_size and not request.twins
+        if not has_page and not _ensure_page(replica, request):
             if request.state is RequestState.RUNNING:
                 return  # there is no page to be had before a plan retires
             continue  # it was the youngest, and was retracted itself
-        replica.decodes.popleft()
+        decodes.popleft()
         _add_piece(replica, draft, request, 1)
         quota -= 1
 
@@ -156,32 +158,33 @@ def _settle_twins(replica: Replica, request: Request) -> None:
 
 def _add_piece(replica: Replica, draft: _Draft, request: Request, count: int) -> None:
     """Runs for every token of every decode, so what is rarely needed is asked for first."""
-    page_size = replica.config.page_size
+    page_size, slot, sent = replica.config.page_size, request.slot, request.sent
     start = request.computed
     stop = start + count
-    nodes = len(request.nodes)
+    in_nodes = len(request.nodes) * page_size
     packed = request.packed
-    sample = stop == len(packed) // TOKEN_BYTES
+    sample = stop * TOKEN_BYTES == len(packed)
     tokens = bytes(packed[start * TOKEN_BYTES : stop * TOKEN_BYTES])
-    if not request.sent:
+    if not sent:
         draft.openings.append(_opening(request, start))
     if request.remaps:
-        draft.remaps += [Remap(request.slot, index, page) for index, page in request.remaps]
+        draft.remaps += [Remap(slot, index, page) for index, page in request.remaps]
         request.remaps.clear()
-    covered = -(-stop // page_size)
-    pages = tuple(request.table[request.sent : covered]) if covered > request.sent else ()
-    draft.pieces.append(Piece(request.slot, start, tokens, pages, max(start, nodes * page_size), sample))
+    pages: tuple[int, ...] = ()
+    if stop > sent * page_size:
+        request.sent = -(-stop // page_size)
+        pages = tuple(request.table[sent : request.sent])
+    draft.pieces.append(Piece(slot, start, tokens, pages, start if start > in_nodes else in_nodes, sample))
     draft.work += work_of(count, start)
     draft.tokens += count
     draft.requests.append(request)
-    request.sent = covered
     request.computed = stop
     request.last_plan = draft.number
     if sample:
         request.prefilling = False
         request.awaits_token = True
-        draft.sampling.append((request.slot, request))
-    if stop // page_size > nodes:
+        draft.sampling.append((slot, request))
+    if stop >= in_nodes + page_size:
         _insert_nodes(replica, request, draft.number)
 
 
@@ -210,7 +213,7 @@ def _insert_nodes(replica: Replica, request: Request, number: int) -> None:
             node.private = request.no_store
             if replica.config.write_policy is WritePolicy.WRITE_THROUGH:
                 replica.backups.want(node)
-        elif node.pages[Tier.DEVICE] == NONE:  # it was not worth loading, and has been computed again
+        elif node.pages[DEVICE] == NONE:  # it was not worth loading, and has been computed again
             cache.readopt(node, request.table[index])
         else:
             cache.pin((node,))
@@ -225,7 +228,7 @@ def _take_loads(replica: Replica, number: int) -> tuple[Copy, ...]:
     cache = replica.cache
     assert cache is not None
     loads, replica.loads = replica.loads, []
-    copies = tuple(Copy(node.page, node.pages[Tier.HOST]) for node in loads)
+    copies = tuple(Copy(node.page, node.pages[HOST]) for node in loads)
     cache.release(loads, (), number, loaded=loads)
     return copies
 
@@ -242,9 +245,9 @@ def _want_oldest(replica: Replica, cache: PageCache) -> None:
     """Write-back: while few device pages are free, what eviction would take next is to be saved first, with its ancestors."""
     if cache.device.free >= cache.device.capacity * WRITE_BACK_FREE_SHARE:
         return
-    node = cache.tree.oldest(Tier.DEVICE)
+    node = cache.tree.oldest(DEVICE)
     path = []
-    while node is not None and node.pages[Tier.HOST] == NONE and not (cache.staging and node.stored):
+    while node is not None and node.pages[HOST] == NONE and not (cache.staging and node.stored):
         path.append(node)
         node = node.parent
     for ancestor in reversed(path):

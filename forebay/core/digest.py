@@ -24,19 +24,21 @@ class PlanDigest:
     """Feeds one plan's effects in the plan's order (remaps, then pieces); ``value`` is the chain value after it."""
 
     def __init__(self, previous: bytes, number: int) -> None:
-        self._hash = hashlib.blake2b(previous + _NUMBER.pack(number), digest_size=DIGEST_BYTES)
+        self._fed = [previous, _NUMBER.pack(number)]
 
     def remap(self, slot: int, index: int, page: int) -> None:
         """Entry ``index`` of the slot's table, as it stands after the plan."""
-        self._hash.update(b"r" + _REMAP.pack(slot, index, page))
+        self._fed += (b"r", _REMAP.pack(slot, index, page))
 
     def piece(
         self, slot: int, start: int, tokens: bytes, appended: Sequence[int], table_length: int, write_from: int, sample: bool
     ) -> None:
         """``appended``: the last entries of the slot's table, those that this piece added; ``table_length`` counts all."""
-        pages = b"".join(map(_PAGE.pack, appended)) if appended else b""
-        self._hash.update(_PIECE.pack(b"p", slot, start, table_length, write_from, sample) + pages + tokens)
+        self._fed.append(_PIECE.pack(b"p", slot, start, table_length, write_from, sample))
+        if appended:
+            self._fed += map(_PAGE.pack, appended)
+        self._fed.append(tokens)
 
     @property
     def value(self) -> bytes:
-        return self._hash.digest()
+        return hashlib.blake2b(b"".join(self._fed), digest_size=DIGEST_BYTES).digest()

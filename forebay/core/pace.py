@@ -23,4 +23,4 @@ def work_of(tokens: int, context: int) -> float:
 
     A decode reads all weights for one token, which is why each piece costs at least `PASS_WORK`.
     """
-    return max(tokens, PASS_WORK) * (1.0 + context / 4096)
+    return (tokens if tokens > PASS_WORK else PASS_WORK) * (1.0 + context / 4096)

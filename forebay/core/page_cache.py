@@ -8,8 +8,8 @@ no plan has to list the pages it reads.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from forebay.core.pages import Owner, PagePool
-from forebay.core.tree import NONE, Node, PrefixTree, Tier
+from forebay.core.pages import FENCED, NODE, REQUEST, TRANSFER, Owner, PagePool
+from forebay.core.tree import DEVICE, HOST, NONE, Node, PrefixTree, Tier
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class PageCache:
     @property
     def obtainable(self) -> int:
         """Device pages that `allocate` could give now at most: free ones and those that eviction may get."""
-        return self.device.free + self.tree.unpinned(Tier.DEVICE)
+        return self.device.free + self.tree.unpinned(DEVICE)
 
     @property
     def fenced(self) -> list[Fenced]:
@@ -56,50 +56,50 @@ class PageCache:
 
         None if there are not as many; within `obtainable` that means that pinned host pages keep some.
         """
-        if count > self.obtainable or not self._make_room(self.device, Tier.DEVICE, count):
+        if count > self.obtainable or not self._make_room(self.device, DEVICE, count):
             return None
-        return self.device.allocate(count, Owner.REQUEST)
+        return self.device.allocate(count, REQUEST)
 
     def allocate_host(self) -> int | None:
         """One host page for a transfer, evicting as needed; None if there is none."""
-        if not self._make_room(self.host, Tier.HOST, 1):
+        if not self._make_room(self.host, HOST, 1):
             return None
-        return self.host.allocate(1, Owner.TRANSFER)[0]
+        return self.host.allocate(1, TRANSFER)[0]
 
     def adopt(self, hash: bytes, parent: Node | None, page: int) -> Node:
         """The request's device page becomes the tree's node for ``hash``, pinned by that request."""
-        self.device.to_node(page, Owner.REQUEST)
-        return self.tree.insert(hash, parent, Tier.DEVICE, page)
+        self.device.to_node(page, REQUEST)
+        return self.tree.insert(hash, parent, DEVICE, page)
 
     def readopt(self, node: Node, page: int) -> None:
         """The request's device page joins a node that was in host memory only, pinned by that request."""
-        self.device.to_node(page, Owner.REQUEST)
-        self.tree.place(node, Tier.DEVICE, page)
+        self.device.to_node(page, REQUEST)
+        self.tree.place(node, DEVICE, page)
 
     # ------------------------------------------------------------------------------------------ LOAD: host -> device
 
     def begin_load(self, nodes: Sequence[Node], pages: Sequence[int]) -> None:
         """Nodes that were in host memory only get device pages (a request's), pinned by the LOAD in both tiers."""
         for node, page in zip(nodes, pages, strict=True):
-            self.device.to_node(page, Owner.REQUEST)
-            self.tree.place(node, Tier.DEVICE, page)
-            self.tree.pin(node, Tier.HOST)
+            self.device.to_node(page, REQUEST)
+            self.tree.place(node, DEVICE, page)
+            self.tree.pin(node, HOST)
 
     def cancel_load(self, node: Node) -> None:
         """Take back a LOAD that no plan carries and nobody but the LOAD itself pins."""
-        self.device.release(self.tree.displace(node, Tier.DEVICE), Owner.NODE)
-        self.tree.unpin((node,), Tier.HOST)
+        self.device.release(self.tree.displace(node, DEVICE), NODE)
+        self.tree.unpin((node,), HOST)
 
     # ------------------------------------------------------------------------------------------ BACKUP: device -> host
 
     def begin_backup(self, node: Node) -> int | None:
         """A host page to copy ``node`` into, its device page pinned meanwhile; None if there is no host page."""
-        assert not node.saving and node.pages[Tier.HOST] == NONE
-        parent = () if node.parent is None or node.parent.pages[Tier.HOST] == NONE else (node.parent,)
+        assert not node.saving and node.pages[HOST] == NONE
+        parent = () if node.parent is None or node.parent.pages[HOST] == NONE else (node.parent,)
         for each in parent:
-            self.tree.pin(each, Tier.HOST)  # making room must not take the page that this copy hangs on
+            self.tree.pin(each, HOST)  # making room must not take the page that this copy hangs on
         page = self.allocate_host()
-        self.tree.unpin(parent, Tier.HOST)
+        self.tree.unpin(parent, HOST)
         if page is not None:
             self.tree.pin(node)
             node.saving = True
@@ -109,30 +109,30 @@ class PageCache:
         """All ranks are done with the copy. Host residency stays closed: without its parent's host page a copy is worth nothing, unless
         it is only on its way to the store."""
         node.saving = False
-        if saved and (self.staging or node.parent is None or node.parent.pages[Tier.HOST] != NONE):
-            self.host.to_node(page, Owner.TRANSFER)
-            self.tree.place(node, Tier.HOST, page)
-            self.tree.unpin((node,), Tier.HOST)
+        if saved and (self.staging or node.parent is None or node.parent.pages[HOST] != NONE):
+            self.host.to_node(page, TRANSFER)
+            self.tree.place(node, HOST, page)
+            self.tree.unpin((node,), HOST)
         else:
-            self.host.release(page, Owner.TRANSFER)
+            self.host.release(page, TRANSFER)
         self.tree.unpin((node,))
 
     # ------------------------------------------------------------------------------------------ FETCH: store -> host
 
     def free_host(self, page: int) -> None:
         """A transfer's host page that nothing came of."""
-        self.host.release(page, Owner.TRANSFER)
+        self.host.release(page, TRANSFER)
 
     def place_fetched(self, hash: bytes, parent: Node | None, page: int) -> Node:
         """A fetched page joins the tree, unpinned; if the tree has the page in host memory already, or will have, it is freed."""
         node = self.tree.get(hash)
-        if node is None or (node.pages[Tier.HOST] == NONE and not node.saving):
-            self.host.to_node(page, Owner.TRANSFER)
+        if node is None or (node.pages[HOST] == NONE and not node.saving):
+            self.host.to_node(page, TRANSFER)
             if node is None:
-                node = self.tree.insert(hash, parent, Tier.HOST, page)
+                node = self.tree.insert(hash, parent, HOST, page)
             else:
-                self.tree.place(node, Tier.HOST, page)
-            self.tree.unpin((node,), Tier.HOST)
+                self.tree.place(node, HOST, page)
+            self.tree.unpin((node,), HOST)
             node.stored = True
         else:
             self.free_host(page)
@@ -143,7 +143,7 @@ class PageCache:
     def release(self, path: Sequence[Node], pages: Sequence[int], after_plan: int, loaded: Sequence[Node] = ()) -> None:
         """Give up device pins, a request's own pages and host pins of a LOAD once plan ``after_plan`` has retired."""
         if after_plan <= self.retired:
-            self._let_go(Fenced(path, pages, loaded), Owner.REQUEST)
+            self._let_go(Fenced(path, pages, loaded), REQUEST)
             return
         for page in pages:
             self.device.fence(page)
@@ -154,7 +154,7 @@ class PageCache:
         assert number == self.retired + 1, f"plan {number} retired after {self.retired}"
         self.retired = number
         for fenced in self._fences.pop(number, ()):
-            self._let_go(fenced, Owner.FENCED)
+            self._let_go(fenced, FENCED)
 
     def flush(self, tiers: Sequence[Tier]) -> int:
         """Evict all that nothing pins; returns the number of pages freed."""
@@ -165,43 +165,43 @@ class PageCache:
             for tier in tiers:
                 pool = self._pool(tier)
                 while (page := self.tree.evict(tier)) is not None:
-                    pool.release(page, Owner.NODE)
+                    pool.release(page, NODE)
                     freed += 1
                     progress = True
-                if tier is Tier.DEVICE:
+                if tier is DEVICE:
                     progress |= self._unblock()
         return freed
 
     def end_transfers(self) -> None:
         """With ``staging``: let go of host pages that no transfer and no waiting request needs any more. Call after each step."""
         if self.staging:
-            while (page := self.tree.evict(Tier.HOST)) is not None:
-                self.host.release(page, Owner.NODE)
+            while (page := self.tree.evict(HOST)) is not None:
+                self.host.release(page, NODE)
 
     def held(self, tiers: Sequence[Tier]) -> int:
         return sum(self._pool(tier).capacity - self._pool(tier).free for tier in tiers)
 
     def _pool(self, tier: Tier) -> PagePool:
-        return self.device if tier is Tier.DEVICE else self.host
+        return self.device if tier is DEVICE else self.host
 
     def _make_room(self, pool: PagePool, tier: Tier, count: int) -> bool:
         while pool.free < count:
             page = self.tree.evict(tier)
             if page is not None:
-                pool.release(page, Owner.NODE)
-            elif tier is Tier.HOST or not self._unblock():
+                pool.release(page, NODE)
+            elif tier is HOST or not self._unblock():
                 return False
         return True
 
     def _unblock(self) -> bool:
         """Device pages may be kept by nodes below them that are in host memory only (fetched ones): let one of those go."""
-        page = self.tree.evict_hanging() if self.tree.unpinned(Tier.DEVICE) else None
+        page = self.tree.evict_hanging() if self.tree.unpinned(DEVICE) else None
         if page is not None:
-            self.host.release(page, Owner.NODE)
+            self.host.release(page, NODE)
         return page is not None
 
     def _let_go(self, fenced: Fenced, owner: Owner) -> None:
         self.tree.unpin(fenced.path)
-        self.tree.unpin(fenced.loaded, Tier.HOST)
+        self.tree.unpin(fenced.loaded, HOST)
         for page in fenced.pages:
             self.device.release(page, owner)

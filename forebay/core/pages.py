@@ -22,6 +22,9 @@ class Owner(IntEnum):
     TRANSFER = 4
 
 
+FREE, REQUEST, NODE, FENCED, TRANSFER = Owner  # an enum's member is slow to look up
+
+
 class PagePool:
     """``capacity`` page ids, valid on every rank. All moves assert the owner that they take the page from."""
 
@@ -33,7 +36,7 @@ class PagePool:
 
     @property
     def free(self) -> int:
-        return self._counts[Owner.FREE]
+        return self._counts[FREE]
 
     def count(self, owner: Owner) -> int:
         return self._counts[owner]
@@ -62,19 +65,19 @@ class PagePool:
         del self._free[-count:]
         pages.reverse()
         for page in pages:
-            self._move(page, Owner.FREE, owner)
+            self._move(page, FREE, owner)
         return pages
 
     def to_node(self, page: int, source: Owner) -> None:
-        self._move(page, source, Owner.NODE)
+        self._move(page, source, NODE)
 
     def fence(self, page: int) -> None:
-        self._move(page, Owner.REQUEST, Owner.FENCED)
+        self._move(page, REQUEST, FENCED)
 
     def release(self, page: int, owner: Owner) -> None:
         """Back to the free list from ``owner``, which must be the page's owner now: a page is freed exactly once."""
-        assert owner is not Owner.FREE
-        self._move(page, owner, Owner.FREE)
+        assert owner is not FREE
+        self._move(page, owner, FREE)
         self._free.append(page)
 
     def _move(self, page: int, source: Owner, target: Owner) -> None:

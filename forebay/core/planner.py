@@ -366,23 +366,25 @@ class Planner:
             self._lose_grid(f"rank {done.rank} sampled other slots than plan {done.number} asked for")
             return False
         outputs, decodes, max_context = self._effects.outputs, self.replica.decodes, self.config.max_context
+        running, stop, earlier = RequestState.RUNNING, FinishReason.STOP, len(outputs)
         for sample, (_, request) in zip(done.samples, record.sampling, strict=True):
-            if request.state is not RequestState.RUNNING or request.last_plan != record.number:
+            if request.state is not running or request.last_plan != record.number:
                 continue
-            token = sample.token
+            token, usage = sample.token, request.unsaid
             reason = request.accept(token, max_context)
-            first = request.usage is not None and request.emitted == 1
-            if first:
+            if usage is not None:
+                request.unsaid = None
                 self.replica.spans.append(request.prefill_span(now, record.number))
-            stop_token = token if reason is FinishReason.STOP and token not in request.eos else None
+            stop_token = token if reason is stop and token not in request.eos else None
             logprobs = () if sample.logprobs is None else (sample.logprobs,)
-            outputs.append(Output(request.request_id, (token,), logprobs, request.usage if first else None, reason, stop_token))
-            self.counters.output_tokens += 1
-            self._restarts_without_progress = 0
-            if reason is not None:
-                self._forget(request)
-            else:
+            outputs.append(Output(request.request_id, (token,), logprobs, usage, reason, stop_token))
+            if reason is None:
                 decodes.append(request)
+            else:
+                self._forget(request)
+        if len(outputs) > earlier:
+            self.counters.output_tokens += len(outputs) - earlier
+            self._restarts_without_progress = 0
         return True
 
     def _retire(self, now: float, record: InFlight) -> None:

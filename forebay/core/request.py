@@ -10,6 +10,8 @@
 A full page whose hash another request's node already has is a *twin* (rule R8): the node is pinned in ``nodes``, but the table
 keeps the request's own page until the plan that wrote it has retired; then the entry is remapped to the node's page.
 
+``stops``: tokens that end it; ``last_length``: so does this many, prompt included.
+``usage`` is known from its first admission on, and ``unsaid`` until its first token tells it.
 ``prefilling``: the piece that yields its next token has not been built yet. A decoding request waits for a token
 (``awaits_token``) or stands in ``Replica.decodes``. ``fetched``: has had its one ticket; ``ready``: host pages that it brought,
 pinned until the request is admitted. ``cached``: positions that its newest admission found computed; ``overtaken``: plans of hits that
@@ -61,6 +63,7 @@ class Request:
         "faults_alone",
         "fetched",
         "hashes",
+        "last_length",
         "last_plan",
         "losses",
         "no_store",
@@ -83,9 +86,11 @@ class Request:
         "sent",
         "slot",
         "state",
+        "stops",
         "suspect",
         "table",
         "twins",
+        "unsaid",
         "usage",
     )
 
@@ -97,6 +102,9 @@ class Request:
         self.no_store = submit.no_store
         self.packed = bytearray(submit.prompt)
         self.prompt_tokens = len(unpack_tokens(submit.prompt))
+        assert submit.params.max_tokens is not None
+        self.last_length = self.prompt_tokens + submit.params.max_tokens
+        self.stops = frozenset(submit.params.stop_token_ids) | (frozenset() if submit.params.ignore_eos else frozenset(submit.eos))
         self.root = root
         self.page_bytes = page_size * TOKEN_BYTES
         self.arrived_at = arrived_at
@@ -104,6 +112,7 @@ class Request:
         self.hashes: list[bytes] = []
         self.state = RequestState.WAITING
         self.usage: Usage | None = None
+        self.unsaid: Usage | None = None
         self.phase = Phase.NOT_ASKED
         self.fetched = False
         self.cleared()
@@ -179,12 +188,12 @@ class Request:
         """Take the token that its last plan sampled; says whether it is the last one, and why."""
         assert self.awaits_token
         self.awaits_token = False
-        self.cleared()
+        if self.losses:
+            self.cleared()
         self.packed += token.to_bytes(TOKEN_BYTES, "little")
-        if token in self.params.stop_token_ids or (token in self.eos and not self.params.ignore_eos):
+        if token in self.stops:
             return FinishReason.STOP
-        assert self.params.max_tokens is not None
         length = len(self.packed) // TOKEN_BYTES
-        if length - self.prompt_tokens >= self.params.max_tokens or length >= max_context:
+        if length >= self.last_length or length >= max_context:
             return FinishReason.LENGTH
         return None

@@ -4,8 +4,9 @@
 """
 
 import hashlib
-from dataclasses import dataclass
 from enum import StrEnum
+
+from msgspec import Struct
 
 
 class SpanKind(StrEnum):
@@ -34,8 +35,7 @@ class SpanKind(StrEnum):
     STORE = "store"  # rank: id = transfer, value = pages stored
 
 
-@dataclass(frozen=True, slots=True)
-class TimedSpan:
+class TimedSpan(Struct, frozen=True):
     """``start``, ``end``: seconds of the monotonic clock that `Planner.step` is given."""
 
     kind: SpanKind

@@ -11,10 +11,11 @@ nothing else would keep it. ``Node.stored`` is a hint that saves storing twice; 
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import and_
 
 from forebay.core.messages import PageKey, ProtocolError, Store, StoreDone
 from forebay.core.page_cache import PageCache
-from forebay.core.tree import NONE, Node, Tier
+from forebay.core.tree import HOST, NONE, Node
 
 MAX_STORE_PAGES = 128
 MAX_BATCHES = 2
@@ -80,7 +81,7 @@ class StoreQueue:
         """The store is well: what it did not take is tried once more, as far as it is still in host memory."""
         refused, self._refused = self._refused, deque(maxlen=MAX_REFUSED)
         for node in refused:
-            if not node.stale and node.pages[Tier.HOST] != NONE:
+            if not node.stale and node.pages[HOST] != NONE:
                 self.want(cache, node)
 
     def emptied(self, cache: PageCache) -> None:
@@ -92,7 +93,7 @@ class StoreQueue:
 
     def _queue(self, cache: PageCache, node: Node) -> None:
         if self._staging:
-            cache.tree.pin(node, Tier.HOST)
+            cache.tree.pin(node, HOST)
         self._wanted.append(node)
 
     def start(self, cache: PageCache, ranks: int, epoch: int) -> Store | None:
@@ -100,17 +101,17 @@ class StoreQueue:
         nodes: list[Node] = []
         while len(self._batches) < MAX_BATCHES and self._wanted and len(nodes) < MAX_STORE_PAGES:
             node = self._wanted.popleft()
-            if node.stale or node.pages[Tier.HOST] == NONE:
+            if node.stale or node.pages[HOST] == NONE:
                 node.storing = False
                 continue
             if not self._staging:
-                cache.tree.pin(node, Tier.HOST)
+                cache.tree.pin(node, HOST)
             nodes.append(node)
         if not nodes:
             return None
         self._transfers += 1
         self._batches[self._transfers] = _Batch(nodes, set(range(ranks)), bytearray(b"\1" * len(nodes)))
-        return Store(epoch, self._transfers, tuple(PageKey(node.pages[Tier.HOST], node.hash, node.group) for node in nodes))
+        return Store(epoch, self._transfers, tuple(PageKey(node.pages[HOST], node.hash, node.group) for node in nodes))
 
     def done(self, cache: PageCache, ack: StoreDone) -> None:
         """Fold one rank's acknowledgement. Raises ``ProtocolError``."""
@@ -120,13 +121,12 @@ class StoreQueue:
                 f"rank {ack.rank} acknowledged {len(ack.stored)} pages of store {ack.transfer}, which it was not asked for"
             )
         batch.waits_for.remove(ack.rank)
-        for index, stored in enumerate(ack.stored):
-            batch.stored[index] &= stored
+        batch.stored = bytearray(map(and_, batch.stored, ack.stored))
         if not batch.waits_for:
             del self._batches[ack.transfer]
             for node, stored in zip(batch.nodes, batch.stored, strict=True):
                 self._settle(cache, node, bool(stored))
-            cache.tree.unpin(batch.nodes, Tier.HOST)
+            cache.tree.unpin(batch.nodes, HOST)
 
     def _settle(self, cache: PageCache, node: Node, stored: bool) -> None:
         node.tries += 1

@@ -15,7 +15,7 @@ from enum import StrEnum
 
 from forebay.core.messages import Backup, Copy, ProtocolError, TransferDone
 from forebay.core.page_cache import PageCache
-from forebay.core.tree import NONE, Node, Tier
+from forebay.core.tree import DEVICE, HOST, NONE, Node
 
 MAX_BACKUP_PAGES = 128
 MAX_PASSED_OVER = 64  # of those that wait for a host page, at most this many are looked at in one step
@@ -56,7 +56,7 @@ class BackupQueue:
     def want(self, node: Node) -> None:
         if self._staging and (node.stored or node.storing):
             return
-        if not (node.private or node.wanted or node.saving or node.pages[Tier.HOST] != NONE):
+        if not (node.private or node.wanted or node.saving or node.pages[HOST] != NONE):
             node.wanted = True
             self._wanted.append(node)
 
@@ -100,7 +100,7 @@ class BackupQueue:
         del self._in_flight[ack.transfer]
         for index, (node, page) in enumerate(zip(flight.nodes, flight.pages, strict=True)):
             cache.end_backup(node, page, index < flight.saved)
-        return [node for node in flight.nodes if node.pages[Tier.HOST] != NONE]
+        return [node for node in flight.nodes if node.pages[HOST] != NONE]
 
     def clear(self) -> None:
         self._wanted.clear()
@@ -108,14 +108,14 @@ class BackupQueue:
 
     def _stays_wanted(self, node: Node) -> bool:
         """There is something to save, and it waits for a host page, its own or an ancestor's."""
-        if node.stale or node.pages[Tier.DEVICE] == NONE or node.pages[Tier.HOST] != NONE:
+        if node.stale or node.pages[DEVICE] == NONE or node.pages[HOST] != NONE:
             return False
         parent = node.parent
-        return self._staging or parent is None or parent.wanted or parent.saving or parent.pages[Tier.HOST] != NONE
+        return self._staging or parent is None or parent.wanted or parent.saving or parent.pages[HOST] != NONE
 
     def _may_be_saved(self, node: Node) -> bool:
         """It is still there, and its parent has a host page or will have one before it."""
-        if node.stale or node.saving or node.pages[Tier.DEVICE] == NONE or node.pages[Tier.HOST] != NONE:
+        if node.stale or node.saving or node.pages[DEVICE] == NONE or node.pages[HOST] != NONE:
             return False
         parent = node.parent
-        return self._staging or parent is None or parent.saving or parent.pages[Tier.HOST] != NONE
+        return self._staging or parent is None or parent.saving or parent.pages[HOST] != NONE

@@ -27,11 +27,13 @@ class Tier(IntEnum):
 
 
 TIERS = (Tier.DEVICE, Tier.HOST)
+DEVICE, HOST = TIERS  # an enum's member is slow to look up
 
 
 class Node:
     """One resident page. ``pages`` and ``pins`` by tier (page `NONE`: not there). ``tick``: last use.
 
+    ``offers`` by tier: where it belongs among the candidates for eviction, if it is one of them.
     ``children`` by tier: how many have a page there; ``heirs``: how many there are. ``stale``: deleted from the tree.
     ``group``: the hash of its prefix's first page.
     ``private``: only requests that may not be stored have used it. ``wanted``: stands in the queue for a host page; ``saving``:
@@ -40,8 +42,8 @@ class Node:
     """
 
     __slots__ = (
-        "children", "group", "hash", "heirs", "hits", "pages", "parent", "pins", "private", "saving", "stale", "stored", "storing",
-        "tick", "tries", "wanted",
+        "children", "group", "hash", "heirs", "hits", "offers", "pages", "parent", "pins", "private", "saving", "stale", "stored",
+        "storing", "tick", "tries", "wanted",
     )  # fmt: skip
 
     def __init__(self, hash: bytes, parent: "Node | None", tick: int) -> None:
@@ -51,6 +53,7 @@ class Node:
         self.pages = [NONE, NONE]
         self.pins = [0, 0]
         self.children = [0, 0]
+        self.offers: list[tuple[int, int] | None] = [None, None]
         self.heirs = 0
         self.tick = tick
         self.hits = 0
@@ -65,7 +68,7 @@ class Node:
     @property
     def page(self) -> int:
         """The device page, which must be there."""
-        page = self.pages[Tier.DEVICE]
+        page = self.pages[DEVICE]
         assert page != NONE
         return page
 
@@ -78,7 +81,8 @@ class PrefixTree:
         self._nodes: dict[bytes, Node] = {}
         self._tick = 0
         self._unpinned = [0, 0]
-        # Candidates (tick, serial, node), lazily deleted: one counts only if eviction may still take it at that tick.
+        # Candidates (tick, serial, node), at most one of a node. It stays where it is when its node is used again or may not be evicted
+        # any more, and is put right once it comes up.
         self._candidates: list[list[tuple[int, int, Node]]] = [[], []]
         self._serial = 0
 
@@ -133,13 +137,13 @@ class PrefixTree:
         self._unpinned[tier] += 1
         return self._take(node, tier)
 
-    def pin(self, node: Node, tier: Tier = Tier.DEVICE) -> None:
+    def pin(self, node: Node, tier: Tier = DEVICE) -> None:
         assert not node.stale and node.pages[tier] != NONE
         if not node.pins[tier]:
             self._unpinned[tier] -= 1
         node.pins[tier] += 1
 
-    def unpin(self, path: Sequence[Node], tier: Tier = Tier.DEVICE) -> None:
+    def unpin(self, path: Sequence[Node], tier: Tier = DEVICE) -> None:
         """Release one pin of each node of a path (or of any part of one); they all count as used now."""
         self._tick += 1
         for node in path:
@@ -148,17 +152,21 @@ class PrefixTree:
             node.pins[tier] -= 1
             if not node.pins[tier]:
                 self._unpinned[tier] += 1
-            for each in TIERS:
-                self._offer(node, each)
+            self.reconsider(node)
 
     def oldest(self, tier: Tier) -> Node | None:
         """What eviction would take next."""
         heap = self._candidates[tier]
         while heap:
             tick, _, node = heap[0]
-            if node.tick == tick and self._evictable(node, tier):
+            offer = node.offers[tier]
+            if offer is None or offer[0] != node.tick or not self._evictable(node, tier):
+                heapq.heappop(heap)
+                node.offers[tier] = None
+            elif offer[0] == tick:
                 return node
-            heapq.heappop(heap)
+            else:
+                heapq.heapreplace(heap, (*offer, node))
         return None
 
     def evict(self, tier: Tier) -> int | None:
@@ -172,18 +180,21 @@ class PrefixTree:
         That is a fetched page (host only) below an unpinned node without a host page. Rare, so it looks at all nodes.
         """
         for node in self._nodes.values():
-            if node.pages[Tier.DEVICE] == NONE and not node.heirs and not node.pins[Tier.HOST]:
+            if node.pages[DEVICE] == NONE and not node.heirs and not node.pins[HOST]:
                 above = node.parent
-                while above is not None and above.pages[Tier.DEVICE] == NONE:
+                while above is not None and above.pages[DEVICE] == NONE:
                     above = above.parent
-                if above is not None and not above.pins[Tier.DEVICE] and (self._staging or above.pages[Tier.HOST] == NONE):
-                    return self._take(node, Tier.HOST)
+                if above is not None and not above.pins[DEVICE] and (self._staging or above.pages[HOST] == NONE):
+                    return self._take(node, HOST)
         return None
 
     def reconsider(self, node: Node) -> None:
-        """Something other than a pin changed for this node; it may be evictable now."""
-        for tier in TIERS:
-            self._offer(node, tier)
+        """Something changed for this node; it may be evictable now. Most are pinned in one tier, and not there in the other."""
+        pins, pages = node.pins, node.pages
+        if not pins[DEVICE] and pages[DEVICE] != NONE and self._evictable(node, DEVICE):
+            self._offer(node, DEVICE)
+        if not pins[HOST] and pages[HOST] != NONE and self._evictable(node, HOST):
+            self._offer(node, HOST)
 
     def _take(self, node: Node, tier: Tier) -> int:
         page = node.pages[tier]
@@ -202,24 +213,28 @@ class PrefixTree:
         return page
 
     def _offer(self, node: Node, tier: Tier) -> None:
-        if node.pins[tier] or node.pages[tier] == NONE or not self._evictable(node, tier):  # most are pinned, or not there
-            return
-        heap = self._candidates[tier]
         self._serial += 1
-        heapq.heappush(heap, (node.tick, self._serial, node))
-        if len(heap) > 4 * len(self._nodes) + 64:
-            seen: set[int] = set()
-            fresh = []
-            for entry in heap:
-                if entry[2].tick == entry[0] and self._evictable(entry[2], tier) and id(entry[2]) not in seen:
-                    seen.add(id(entry[2]))
-                    fresh.append(entry)
-            heapq.heapify(fresh)
-            self._candidates[tier] = fresh
+        offer = node.offers[tier]
+        if offer is None:
+            node.offers[tier] = (node.tick, self._serial)
+            heapq.heappush(self._candidates[tier], (node.tick, self._serial, node))
+            if len(self._candidates[tier]) > 2 * len(self._nodes) + 64:
+                self._drop_stale(tier)
+        elif offer[0] != node.tick:
+            node.offers[tier] = (node.tick, self._serial)
+
+    def _drop_stale(self, tier: Tier) -> None:
+        """Deleted nodes may lie deep among the candidates."""
+        for _, _, node in self._candidates[tier]:
+            if node.stale:
+                node.offers[tier] = None
+        fresh = [entry for entry in self._candidates[tier] if not entry[2].stale]
+        heapq.heapify(fresh)
+        self._candidates[tier] = fresh
 
     def _evictable(self, node: Node, tier: Tier) -> bool:
         if node.pages[tier] == NONE or node.pins[tier] or node.stale:
             return False
-        if tier is Tier.DEVICE:
-            return not node.heirs or (node.pages[Tier.HOST] != NONE and not self._staging)
-        return not node.children[Tier.HOST] and (node.pages[Tier.DEVICE] != NONE or not node.heirs)
+        if tier is DEVICE:
+            return not node.heirs or (node.pages[HOST] != NONE and not self._staging)
+        return not node.children[HOST] and (node.pages[DEVICE] != NONE or not node.heirs)
