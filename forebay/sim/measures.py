@@ -62,9 +62,9 @@ class Measures:
         if usage is not None:
             row.first_at = now
             row.device, row.host, row.store, row.queue_s = usage.cached_device, usage.cached_host, usage.cached_store, usage.queue_s
-        elif output.tokens:
-            self.gaps_s.append(now - row.last_at)
         if output.tokens:
+            if usage is None:
+                self.gaps_s.append(now - row.last_at)
             row.last_at = now
             self.output_tokens += 1
         if output.finish is not None:

@@ -12,8 +12,9 @@ import math
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Protocol
+
+from msgspec import Struct
 
 from forebay.core.messages import (
     Backup,
@@ -46,8 +47,7 @@ Order = Ticket | Cancel | Store | StagedTicket | StagedReturn
 Tell = Callable[[Sequence[Acknowledgement]], None]
 
 
-@dataclass(frozen=True, slots=True)
-class Pass:
+class Pass(Struct, frozen=True):
     """One forward pass of one stage. ``taken``: from when the stage could do nothing else, waiting for hidden states included."""
 
     plan: int

@@ -251,7 +251,7 @@ class Put:
     def _granted(self, pending: list[bytes], answer: Granted) -> None:
         rooms: list[tuple[bytes, Grant]] = []
         for key, grant in zip(pending, answer.grants, strict=True):
-            if grant.code == Status.OK:
+            if grant.rooms:
                 rooms.append((key, grant))
             elif grant.code != AGAIN:
                 self._stored[key] = grant.code == Status.EXISTS
@@ -259,10 +259,10 @@ class Put:
             self.round()
             return
         store, heap = self._store, self._store._heap
-        at = self._nic.move(heap.now, len(rooms) * store._cluster.block_bytes)
-        for _, grant in rooms:
-            at = max(at, store.holders[grant.rooms[0].holder - 1].nic_in.move(heap.now, store.part_bytes))
-        heap.at(at, lambda: self._written(rooms))
+        now, size, holders = heap.now, store.part_bytes, store.holders
+        sent = self._nic.move(now, len(rooms) * store._cluster.block_bytes)
+        arrivals = [holders[grant.rooms[0].holder - 1].nic_in.move(now, size) for _, grant in rooms]
+        heap.at(max(sent, *arrivals), lambda: self._written(rooms))
 
     def _written(self, rooms: list[tuple[bytes, Grant]]) -> None:
         store = self._store
