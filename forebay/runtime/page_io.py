@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+from forebay.core.batches import BatchSizes
 from forebay.core.messages import (
     Cancel,
     FetchProgress,
@@ -36,9 +37,6 @@ from forebay.runtime.staged import StagedRoute
 from forebay.store.backend import PutItem, Status
 from forebay.store.backends.guarded import WatchedStore
 
-BATCH_BYTES = 8 << 20  # of one call to the store: the first of a ticket, and those that take longer than `BATCH_S`
-MOST_BATCH_BYTES = 64 << 20
-BATCH_S = 0.02  # of a fetch: how long a cancel, and the word of how far it is, may have to wait
 FETCH_TIMEOUT_S = 4.0  # of one batch: a request may wait for it, once
 STAGED_QUERY_S = 0.1
 STORE_TIMEOUT_S = 6.0
@@ -71,8 +69,7 @@ class PageIo:
         self._ring = ring
         self._meter = meter
         self._say = say
-        self._batch = max(BATCH_BYTES // host.block_bytes, 1)
-        self._most = max(MOST_BATCH_BYTES // host.block_bytes, 1)
+        self._sizes = BatchSizes(host.block_bytes)
         self._cancelled: set[int] = set()
         self._live: set[int] = set()
         self._lock = threading.Lock()
@@ -141,7 +138,7 @@ class PageIo:
         """Read batch after batch, with ``progress`` after each; how many pages came, from the front."""
         began = time.monotonic_ns()
         done = 0
-        size = self._batch
+        size = self._sizes.first
         try:
             pages = wanted()
             while done < len(pages) and not self._is_cancelled(transfer):
@@ -151,7 +148,7 @@ class PageIo:
                 done += read
                 if read < len(batch):
                     break
-                size = next_batch(read, time.monotonic() - asked_at, self._batch, self._most)
+                size = self._sizes.following(read, time.monotonic() - asked_at)
                 progress(done)
         except Exception:  # a store should answer with statuses; whatever it does instead is a miss from here on
             traceback.print_exc()
@@ -167,7 +164,7 @@ class PageIo:
         began = time.monotonic_ns()
         stored = bytes(len(order.pages))
         try:
-            statuses = [status for batch in _batches(order.pages, self._batch) for status in self._put_batch(batch)]
+            statuses = [status for batch in _batches(order.pages, self._sizes.first) for status in self._put_batch(batch)]
             stored = bytes(status in _THERE for status in statuses)
         except Exception:  # not stored, then
             traceback.print_exc()
@@ -183,12 +180,6 @@ class PageIo:
     def _is_cancelled(self, transfer: int) -> bool:
         with self._lock:
             return transfer in self._cancelled
-
-
-def next_batch(pages: int, seconds: float, least: int, most: int) -> int:
-    """Pages that take about `BATCH_S` when the batch before, of ``pages``, took ``seconds``: each call costs a question to the store's
-    master, and a slow store's progress is told often."""
-    return min(max(int(pages * BATCH_S / max(seconds, 1e-9)), least), most)
 
 
 def _batches(pages: Sequence[PageKey], size: int) -> Iterator[Sequence[PageKey]]:

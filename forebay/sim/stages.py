@@ -16,6 +16,7 @@ from typing import Protocol
 
 from msgspec import Struct
 
+from forebay.core.batches import BatchSizes
 from forebay.core.messages import (
     Backup,
     Cancel,
@@ -31,16 +32,13 @@ from forebay.core.messages import (
     Ticket,
     TransferDone,
 )
+from forebay.core.tickets import TICKETS_AT_ONCE
 from forebay.sim.cluster import Cluster, StagedLook
 from forebay.sim.cores import Cores
 from forebay.sim.devices import Link
 from forebay.sim.heap import EventHeap
 from forebay.sim.shared_passes import Flight, SharedPasses
 from forebay.sim.store_model import Read, StoreModel
-
-# As runtime.page_io reads and writes: tickets at a time, and bytes of a batch (there, more while they come within milliseconds).
-FETCH_THREADS = 2
-BATCH_BYTES = 8 << 20
 
 Acknowledgement = PlanDone | TransferDone | FetchProgress | StagedTaken | StoreDone
 Order = Ticket | Cancel | Store | StagedTicket | StagedReturn
@@ -114,7 +112,7 @@ class StageGrid:
         self._layers = max(cluster.model.layers // cluster.engine.pp, 1)
         network = cluster.network
         self._round_s = cluster.store.query_s + 4 * cluster.engine.pp * network.control_s * (1.0 + network.control_jitter)
-        self._batch = max(BATCH_BYTES // cluster.block_bytes, 1)
+        self._sizes = BatchSizes(cluster.block_bytes)
         self.stages = [Stage(index, cluster, randomness) for index in range(cluster.engine.pp)]
         forward, look = cluster.forward, cluster.engine.staged_look
         self.cores = Cores(heap, forward.cores, forward.contention)
@@ -313,18 +311,18 @@ class StageGrid:
         self._next_ticket(stage)
 
     def _next_ticket(self, stage: Stage) -> None:
-        if stage.tickets and stage.reading < FETCH_THREADS:
+        if stage.tickets and stage.reading < TICKETS_AT_ONCE:
             stage.reading += 1
-            self._fetch(stage, stage.tickets.popleft(), 0)
+            self._fetch(stage, stage.tickets.popleft(), 0, self._sizes.first)
 
-    def _fetch(self, stage: Stage, ticket: Ticket | StagedTicket, done: int) -> None:
-        """The next batch of a ticket; its end if there is none, it was cancelled, or a page is gone."""
+    def _fetch(self, stage: Stage, ticket: Ticket | StagedTicket, done: int, size: int) -> None:
+        """The next batch of a ticket, of ``size`` pages; its end if there is none, it was cancelled, or a page is gone."""
         if done == len(ticket.pages) or ticket.transfer in stage.cancelled:
             self._end_ticket(stage, ticket, done)
             return
-        wanted = [page.hash for page in ticket.pages[done : done + self._batch]]
-        read = self.read(stage, wanted)
-        self._heap.at(read.at, lambda: self._batch_done(stage, ticket, done, len(wanted), read))
+        wanted = [page.hash for page in ticket.pages[done : done + size]]
+        read, asked_at = self.read(stage, wanted), self._heap.now
+        self._heap.at(read.at, lambda: self._batch_done(stage, ticket, done, len(wanted), read, asked_at))
 
     def read(self, stage: Stage, hashes: Sequence[bytes]) -> Read:
         """Those of the pages that are there, from the front, and when the stage's ranks have them: holders and NICs stream together."""
@@ -333,7 +331,7 @@ class StageGrid:
             read.at = max(read.at, stage.nic_in.move(self._heap.now, len(read.keys) * self._block_bytes))
         return read
 
-    def _batch_done(self, stage: Stage, ticket: Ticket | StagedTicket, done: int, wanted: int, read: Read) -> None:
+    def _batch_done(self, stage: Stage, ticket: Ticket | StagedTicket, done: int, wanted: int, read: Read, asked_at: float) -> None:
         good = self._store.good(read)
         done += good
         if good < wanted:
@@ -341,7 +339,7 @@ class StageGrid:
             return
         if done < len(ticket.pages) and isinstance(ticket, Ticket):
             self._report(stage, ticket, done, False)
-        self._fetch(stage, ticket, done)
+        self._fetch(stage, ticket, done, self._sizes.following(good, self._heap.now - asked_at))
 
     def _end_ticket(self, stage: Stage, ticket: Ticket | StagedTicket, done: int) -> None:
         stage.reading -= 1

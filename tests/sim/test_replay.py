@@ -7,13 +7,15 @@ from collections.abc import Mapping
 
 import pytest
 
-from forebay.core.messages import Plan, PlanDone
+from forebay.core.hashing import hash_chain, root_hash
+from forebay.core.messages import FetchProgress, Plan, PlanDone
 from forebay.core.tree import TIERS
 from forebay.settings import FetchRoute
 from forebay.sim.cluster import StagedLook
 from forebay.sim.measures import Measures
-from forebay.sim.replay import Options, Replay
+from forebay.sim.replay import Job, Options, Replay
 from forebay.sim.study import Run, jobs_of, outcome
+from forebay.sim.trace import TraceRequest
 from forebay.sim.validate import Load, run_load
 from tests.sim.traffic import conversations, small_cluster
 
@@ -102,6 +104,23 @@ def test_what_the_upper_tiers_lost_comes_from_the_store() -> None:
     without = replay(Options(), tight | {"store.holders": "0"}).measures.served()
     assert sum(row.store for row in served) > 0
     assert sum(row.computed for row in served) < sum(row.computed for row in without)
+
+
+@pytest.mark.parametrize(("nic_gb_s", "words"), [("0.5", 40), ("100", 6)])
+def test_a_fetch_asks_for_more_at_once_while_that_comes_quickly(nic_gb_s: str, words: int) -> None:
+    """40 pages of 8 MiB: one by one where each takes longer than a batch may, and eight at a time after the first where not."""
+    dials = {
+        "model.kv_bytes_per_token": "1MiB", "engine.device_memory": "1GiB", "engine.host_memory": "1GiB", "store.dram": "8GiB",
+        "store.nic_gb_s": "100", "network.nic_gb_s": nic_gb_s, "engine.fetch_policy": "wait",
+    }  # fmt: skip
+    cluster = small_cluster(dials)
+    config = cluster.planner_config()
+    prompt = TraceRequest(0.0, 40 * 64 + 1, 1, (1, 2, 3, 4, 5, 6)).prompt
+    stored = hash_chain(root_hash(config.fingerprint, config.kv_dtype, config.page_size), prompt(), config.page_size)
+    run = Replay(cluster, [Job(0.0, 40 * 64 + 1, 1, prompt)], Options(journal=True, stored=stored))
+    run.run()
+    assert run.measures.rows[0].store == 40 * 64
+    assert len([1 for _, word in run.measures.journal if isinstance(word, FetchProgress) and word.rank == 0]) == words
 
 
 def test_a_store_that_is_too_small_brings_less() -> None:
