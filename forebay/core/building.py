@@ -34,10 +34,12 @@ class _Draft:
     """The plan under construction."""
 
     number: int
+    digest: PlanDigest
     openings: list[Opening] = field(default_factory=list)
     remaps: list[Remap] = field(default_factory=list)
     pieces: list[Piece] = field(default_factory=list)
-    sampling: list[tuple[int, Request]] = field(default_factory=list)
+    slots: list[int] = field(default_factory=list)
+    sampling: list[Request] = field(default_factory=list)
     requests: list[Request] = field(default_factory=list)
     work: float = 0.0
     tokens: int = 0
@@ -49,7 +51,7 @@ def build_plan(replica: Replica, epoch: int, now: float) -> Plan | None:
     in_flight, pp = replica.in_flight, replica.config.pp
     if len(in_flight) >= 2 * pp or sum(not record.is_ahead for record in in_flight) >= pp:
         return None
-    draft = _Draft(replica.built + 1)
+    draft = _Draft(replica.built + 1, PlanDigest(replica.digest, replica.built + 1))
     _add_decodes(replica, draft)
     _add_prefills(replica, draft)
     if not draft.pieces:
@@ -60,7 +62,7 @@ def build_plan(replica: Replica, epoch: int, now: float) -> Plan | None:
         openings=tuple(draft.openings),
         remaps=tuple(draft.remaps),
         pieces=tuple(draft.pieces),
-        digest=_digest(replica, draft),
+        digest=draft.digest.value,
         loads=_take_loads(replica, draft.number),
         backup=_start_backup(replica),
     )
@@ -68,7 +70,7 @@ def build_plan(replica: Replica, epoch: int, now: float) -> Plan | None:
     replica.digest = plan.digest
     waits_for = set(range(replica.config.ranks))
     replica.in_flight.append(
-        InFlight(plan.number, now, draft.work, waits_for, draft.sampling, draft.requests, draft.tokens, draft.is_ahead)
+        InFlight(plan.number, now, draft.work, waits_for, draft.slots, draft.sampling, draft.requests, draft.tokens, draft.is_ahead)
     )
     return plan
 
@@ -168,13 +170,17 @@ def _add_piece(replica: Replica, draft: _Draft, request: Request, count: int) ->
     if not sent:
         draft.openings.append(_opening(request, start))
     if request.remaps:
-        draft.remaps += [Remap(slot, index, page) for index, page in request.remaps]
+        for index, page in request.remaps:
+            draft.remaps.append(Remap(slot, index, page))
+            draft.digest.remap(slot, index, page)
         request.remaps.clear()
     pages: tuple[int, ...] = ()
     if stop > sent * page_size:
         request.sent = -(-stop // page_size)
         pages = tuple(request.table[sent : request.sent])
-    draft.pieces.append(Piece(slot, start, tokens, pages, start if start > in_nodes else in_nodes, sample))
+    write_from = start if start > in_nodes else in_nodes
+    draft.pieces.append(Piece(slot, start, tokens, pages, write_from, sample))
+    draft.digest.piece(slot, start, tokens, pages, request.sent, write_from, sample)
     draft.work += work_of(count, start)
     draft.tokens += count
     draft.requests.append(request)
@@ -183,7 +189,8 @@ def _add_piece(replica: Replica, draft: _Draft, request: Request, count: int) ->
     if sample:
         request.prefilling = False
         request.awaits_token = True
-        draft.sampling.append((slot, request))
+        draft.slots.append(slot)
+        draft.sampling.append(request)
     if stop >= in_nodes + page_size:
         _insert_nodes(replica, request, draft.number)
 
@@ -252,12 +259,3 @@ def _want_oldest(replica: Replica, cache: PageCache) -> None:
         node = node.parent
     for ancestor in reversed(path):
         replica.backups.want(ancestor)
-
-
-def _digest(replica: Replica, draft: _Draft) -> bytes:
-    digest = PlanDigest(replica.digest, draft.number)
-    for remap in draft.remaps:
-        digest.remap(remap.slot, remap.index, remap.page)
-    for piece, request in zip(draft.pieces, draft.requests, strict=True):  # a request has one piece in a plan at most
-        digest.piece(piece.slot, piece.start, piece.tokens, piece.pages, request.sent, piece.write_from, piece.sample)
-    return digest.value

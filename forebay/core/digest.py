@@ -21,24 +21,26 @@ _PAGE = struct.Struct("<I")
 
 
 class PlanDigest:
-    """Feeds one plan's effects in the plan's order (remaps, then pieces); ``value`` is the chain value after it."""
+    """Takes one plan's remaps and its pieces, each in the plan's order; ``value`` is the chain value after it."""
 
     def __init__(self, previous: bytes, number: int) -> None:
-        self._fed = [previous, _NUMBER.pack(number)]
+        self._remaps = [previous, _NUMBER.pack(number)]
+        self._pieces: list[bytes] = []
 
     def remap(self, slot: int, index: int, page: int) -> None:
         """Entry ``index`` of the slot's table, as it stands after the plan."""
-        self._fed += (b"r", _REMAP.pack(slot, index, page))
+        self._remaps += (b"r", _REMAP.pack(slot, index, page))
 
     def piece(
         self, slot: int, start: int, tokens: bytes, appended: Sequence[int], table_length: int, write_from: int, sample: bool
     ) -> None:
         """``appended``: the last entries of the slot's table, those that this piece added; ``table_length`` counts all."""
-        self._fed.append(_PIECE.pack(b"p", slot, start, table_length, write_from, sample))
+        pieces = self._pieces
+        pieces.append(_PIECE.pack(b"p", slot, start, table_length, write_from, sample))
         if appended:
-            self._fed += map(_PAGE.pack, appended)
-        self._fed.append(tokens)
+            pieces += map(_PAGE.pack, appended)
+        pieces.append(tokens)
 
     @property
     def value(self) -> bytes:
-        return hashlib.blake2b(b"".join(self._fed), digest_size=DIGEST_BYTES).digest()
+        return hashlib.blake2b(b"".join(self._remaps + self._pieces), digest_size=DIGEST_BYTES).digest()

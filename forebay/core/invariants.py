@@ -146,7 +146,7 @@ def _check_places(replica: Replica) -> None:
 
 def _check_requests(replica: Replica) -> None:
     page_size = replica.config.page_size
-    sampling = {id(request) for record in replica.in_flight for _, request in record.sampling}
+    sampling = {id(request) for record in replica.in_flight for request in record.sampling}
     ready = Counter(id(request) for request in replica.decodes)
     for request in replica.running:
         assert request.computed <= len(request.table) * page_size, "I7: computed beyond the table"

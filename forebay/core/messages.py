@@ -93,7 +93,7 @@ class FinishReason(StrEnum):
     REJECTED_TOO_LONG = "rejected_too_long"  # can never fit
 
 
-class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Natural log-probabilities at one output position: of the chosen token, and of the most likely ones in order."""
 
     chosen: float
@@ -101,7 +101,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     top: tuple[float, ...] = ()
 
 
-class Usage(msgspec.Struct, frozen=True, array_like=True):
+class Usage(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Prompt tokens by where their KV came from at first admission, and what waiting cost. The rest was computed."""
 
     cached_device: int = 0
@@ -110,7 +110,7 @@ class Usage(msgspec.Struct, frozen=True, array_like=True):
     queue_s: float = 0.0
 
 
-class Output(msgspec.Struct, frozen=True, array_like=True):
+class Output(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """New tokens of one request since the last Output; ``usage`` comes with its first; ``finish`` ends it.
 
     ``stop_token`` is the token of ``params.stop_token_ids`` that ended it (also last in ``tokens``), else None.
@@ -235,7 +235,7 @@ class Opening(msgspec.Struct, frozen=True, array_like=True):
     history: bytes = b""
 
 
-class Piece(msgspec.Struct, frozen=True, array_like=True):
+class Piece(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The tokens that one request runs in one plan, at positions ``start`` to ``start + len(tokens)``.
 
     ``pages`` are appended to the slot's page table first; then the table covers ``start + len(tokens)`` positions. K/V of
@@ -251,7 +251,7 @@ class Piece(msgspec.Struct, frozen=True, array_like=True):
     sample: bool
 
 
-class Remap(msgspec.Struct, frozen=True, array_like=True):
+class Remap(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Entry ``index`` of the slot's page table becomes ``page``, which holds equal bytes (rule R8)."""
 
     slot: int
@@ -259,7 +259,7 @@ class Remap(msgspec.Struct, frozen=True, array_like=True):
     page: int
 
 
-class Copy(msgspec.Struct, frozen=True, array_like=True):
+class Copy(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One page between the tiers of each rank: a LOAD writes ``device`` from ``host``, a BACKUP the other way."""
 
     device: int
@@ -291,7 +291,7 @@ class Plan(_Message, frozen=True):
     backup: Backup | None = None
 
 
-class PageKey(msgspec.Struct, frozen=True, array_like=True):
+class PageKey(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A host page and the page hash that names its content in the store; each rank adds the name of its own part.
 
     ``group``: the hash of its prefix's first page. A store of several masters keeps a group with one of them.
@@ -383,7 +383,7 @@ class Ready(_Message, frozen=True):
     s_per_token: float
 
 
-class Sample(msgspec.Struct, frozen=True, array_like=True):
+class Sample(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One chosen token. ``slot`` as in the piece that asked for it."""
 
     slot: int

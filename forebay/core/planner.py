@@ -362,12 +362,12 @@ class Planner:
 
     def _accept_samples(self, now: float, record: InFlight, done: PlanDone) -> bool:
         """Tokens of requests that ended meanwhile are dropped. False if the samples are not what the plan asked for."""
-        if [sample.slot for sample in done.samples] != [slot for slot, _ in record.sampling]:
+        if [sample.slot for sample in done.samples] != record.slots:
             self._lose_grid(f"rank {done.rank} sampled other slots than plan {done.number} asked for")
             return False
         outputs, decodes, max_context = self._effects.outputs, self.replica.decodes, self.config.max_context
         running, stop, earlier = RequestState.RUNNING, FinishReason.STOP, len(outputs)
-        for sample, (_, request) in zip(done.samples, record.sampling, strict=True):
+        for sample, request in zip(done.samples, record.sampling, strict=True):
             if request.state is not running or request.last_plan != record.number:
                 continue
             token, usage = sample.token, request.unsaid

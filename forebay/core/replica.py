@@ -73,7 +73,7 @@ class PlannerConfig:
 
 @dataclass(slots=True)
 class InFlight:
-    """A plan that not all ranks have acknowledged. ``sampling``: (slot, request) of each piece that yields a token;
+    """A plan that not all ranks have acknowledged. ``slots`` and ``sampling``: of each piece that yields a token, and its request;
     ``requests``: of all pieces; ``is_ahead``: of hits that went ahead of chunks, whose plan may be built too; ``first_stage_s``:
     the forward pass of the first stage, once it has said so."""
 
@@ -81,7 +81,8 @@ class InFlight:
     built_at: float
     work: float
     waits_for: set[int]
-    sampling: list[tuple[int, Request]]
+    slots: list[int]
+    sampling: list[Request]
     requests: list[Request]
     tokens: int = 0
     is_ahead: bool = False

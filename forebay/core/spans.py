@@ -35,7 +35,7 @@ class SpanKind(StrEnum):
     STORE = "store"  # rank: id = transfer, value = pages stored
 
 
-class TimedSpan(Struct, frozen=True):
+class TimedSpan(Struct, frozen=True, gc=False):
     """``start``, ``end``: seconds of the monotonic clock that `Planner.step` is given."""
 
     kind: SpanKind

@@ -116,8 +116,7 @@ class _Replica:
             self.grid.order(order)
         for query in effects.queries:
             self._heap.after(self._replay.cluster.store.query_s, lambda query=query: self._answer(query))  # type: ignore[misc]
-        for output in effects.outputs:
-            self._replay.output(self, output)
+        self._replay.outputs(self, effects.outputs)
 
     def _answer(self, query: Query) -> None:
         self.take(QueryDone(query.number, self._replay.store.match(query.hashes)))
@@ -215,11 +214,13 @@ class Replay:
         submit = Submit(request_id, job.prompt(), params)
         replica.grid.cores.run(self.cluster.network.frontend_s, lambda: replica.take(submit))
 
-    def output(self, replica: _Replica, output: Output) -> None:
-        index = int(output.request_id)
-        self.measures.output(index, output, self.heap.now)
-        if output.finish is not None:
-            del self._open[output.request_id]
-            replica.load -= self._jobs[index].input_tokens
-            if self.options.concurrency is not None:
-                self.heap.after(0.0, self._submit_next)
+    def outputs(self, replica: _Replica, outputs: Sequence[Output]) -> None:
+        now, note = self.heap.now, self.measures.output
+        for output in outputs:
+            index = int(output.request_id)
+            note(index, output, now)
+            if output.finish is not None:
+                del self._open[output.request_id]
+                replica.load -= self._jobs[index].input_tokens
+                if self.options.concurrency is not None:
+                    self.heap.after(0.0, self._submit_next)

@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from forebay.core import admission, building, planner, request
+from forebay.core.digest import PlanDigest
 from forebay.core.messages import Copy, FinishReason, GridState, PlanDone, Store, StoreDone, TransferDone
 from forebay.core.page_cache import PageCache
 from forebay.core.pages import Owner
@@ -190,15 +191,11 @@ def believe_plans_of_the_old_epoch(patch: pytest.MonkeyPatch) -> None:
 
 
 def digest_without_remaps(patch: pytest.MonkeyPatch) -> None:
-    digest = building._digest
+    class Partial(PlanDigest):
+        def remap(self, slot: int, index: int, page: int) -> None:
+            pass
 
-    def partial(replica: Replica, draft: building._Draft) -> bytes:
-        remaps, draft.remaps = draft.remaps, []
-        value = digest(replica, draft)
-        draft.remaps = remaps
-        return value
-
-    patch.setattr(building, "_digest", partial)
+    patch.setattr(building, "PlanDigest", Partial)
 
 
 def believe_the_rank_that_has_fetched_most(patch: pytest.MonkeyPatch) -> None:
