@@ -74,7 +74,7 @@ class MasterTwin(RuleBasedStateMachine):
         granted = self.world.inbox[self.client][-1]
         assert isinstance(granted, Granted)
         grant = granted.grants[0]
-        if grant.code == Status.EXISTS:
+        if grant.code == Status.EXISTS and not self._may_be_back(key):
             assert self.twin.get(key, (0, False))[0] == length
         if grant.code == Status.OK:
             self.open[key] = (grant.generation, length)
@@ -124,7 +124,7 @@ class MasterTwin(RuleBasedStateMachine):
         place = answer.places[0]
         if place.code != Status.OK:
             return
-        if key in self.removed and self.partial and self.away:
+        if self._may_be_back(key):
             return
         assert key not in self.removed, "a removed key came back"
         assert key in self.twin and place.length == self.twin[key][0], "an acknowledged length, or none"
@@ -137,6 +137,10 @@ class MasterTwin(RuleBasedStateMachine):
                 self.leases.append((spot.holder, spot.offset, end, self.world.now + LEASE_S))
             else:
                 assert ("default", key, place.generation) in holder.ssd
+
+    def _may_be_back(self, key: bytes) -> bool:
+        """The keeper of its removal and the master went, and only who missed it is back."""
+        return key in self.removed and self.partial and bool(self.away)
 
     @rule(keys=st.lists(st.sampled_from(KEYS), min_size=1, max_size=3, unique=True))
     def remove(self, keys: list[bytes]) -> None:
