@@ -281,3 +281,20 @@ def test_a_value_larger_than_memory_is_a_miss(tmp_path: Path, monkeypatch: pytes
 
         monkeypatch.setattr(one_master, "_new_bytes", too_much)
         assert client.get(b"k") is None
+
+
+def test_a_holder_that_beats_and_never_tells_what_it_has_keeps_nobody_waiting() -> None:
+    world = World(MasterConfig(settle_s=0.0))
+    world.holder(FakeHolder("honest"))
+    client, liar = world.client(), world.holder(FakeHolder("liar", tells=False))
+    assert exists(world, client, b"nowhere") == [Status.UNAVAILABLE], "it may have it"
+    for _ in range(9):
+        world.later(1.0)
+        assert world.closed == []
+    world.step(FromHolder(liar.session, Inventory(0, [], [], [], False)))
+    for _ in range(10):
+        world.later(1.0)
+        assert world.closed == [], "it goes on"
+    world.later(1.0)
+    assert world.closed == [liar.session]
+    assert exists(world, client, b"nowhere") == [Status.NOT_FOUND]

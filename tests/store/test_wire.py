@@ -39,6 +39,7 @@ from forebay.store.wire.messages import (
     Write,
 )
 from forebay.store.wire.tls import client_context
+from tests.store.fuzz_frames import ListTransport
 from tests.store.store_cluster import CERTIFICATE, Cluster, cluster, wait_for
 
 GOLDEN: list[tuple[Message, str]] = [
@@ -245,6 +246,33 @@ def test_slow_peers_are_dropped_at_every_stage(nodes: Cluster, port: int) -> Non
                 break  # it was told why, or cut off
     assert time.monotonic() - begun < 5.0, "it would have taken 12 s to send"
     assert is_dropped(slow) and is_dropped(silent)
+
+
+class StuckTransport(ListTransport):
+    """The peer takes nothing, so that closing does not come to an end."""
+
+    aborted = False
+
+    def abort(self) -> None:
+        self.aborted = True
+
+
+class Nobody:
+    def __getattr__(self, name: str) -> None:
+        raise AssertionError(f"{name} of a server that nobody talks to")
+
+
+@pytest.mark.parametrize("linger_s, aborted", [(-1.0, True), (60.0, False)])
+def test_a_dropped_peer_that_does_not_read_why_is_cut_off(monkeypatch: pytest.MonkeyPatch, linger_s: float, aborted: bool) -> None:
+    monkeypatch.setattr(connection, "LINGER_S", linger_s)
+    registry: dict[int, connection.Connection] = {}
+    transport, peer = StuckTransport(), connection.Connection(Nobody(), 1, registry)
+    peer.connection_made(transport)
+    peer.drop("it is a test")
+    assert transport.is_closing() and not transport.aborted
+    if reason := peer.overdue(time.monotonic()):
+        peer.drop(reason)
+    assert transport.aborted is aborted
 
 
 def test_a_writer_that_stops_half_way_is_dropped_and_its_range_is_not_readable(nodes: Cluster) -> None:

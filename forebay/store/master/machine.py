@@ -75,6 +75,7 @@ class Master:
     def __init__(self, config: MasterConfig, now: float, *, epoch: int, first_generation: int = 1, secret: bytes = b"") -> None:
         self.state = State(config, epoch, now, first_generation)
         self._bound = claims.Bound(now, first_generation)
+        self._told: dict[int, float] = {}  # session of a holder -> when it registered or told a piece of its inventory
         self._secret = secret
 
     def step(self, now: float, event: Event) -> list[Effect]:
@@ -153,6 +154,8 @@ class Master:
         if claimed >= state.next_generation and claimed > self._bound.at(now):
             state.out.append(Close(session, f"generation {claimed} is one that no master can have given out by now"))
             return
+        if isinstance(message, Register | Inventory):
+            self._told[session] = now
         if isinstance(message, Register):
             if state.sessions[session].holder is not None:
                 state.out.append(Close(session, "a holder registers once on a connection"))
@@ -188,6 +191,7 @@ class Master:
         state = self.state
         membership.open_if_heard(state, now)
         membership.suspect_silent(state, now)
+        membership.drop_slow_tellers(state, now, self._told)
         promotion.expire(state, now)
         space.free_drained(state, now)
         if state.waiting:
@@ -200,6 +204,7 @@ class Master:
             return
         puts.writer_lost(state, owner)
         del state.sessions[session]
+        self._told.pop(session, None)
         if owner.holder is not None and owner.holder.session == session:
             membership.lost(state, owner.holder)
         puts.retry_waiting(state, now)

@@ -29,6 +29,7 @@ from forebay.store.wire.messages import (
 )
 
 RESTART_GRACE_S = 1.0
+INVENTORY_S = 10.0
 
 
 def register(state: State, now: float, session: int, message: Register, token_key: bytes) -> None:
@@ -133,6 +134,14 @@ def suspect_silent(state: State, now: float) -> None:
             holder.suspect = True
             holder.settle()
             state.count("holder_suspected")
+
+
+def drop_slow_tellers(state: State, now: float, told: dict[int, float]) -> None:
+    """Whoever does not go on with its inventory may not keep everybody waiting for what it has (`State.absent_code`). ``told``: session
+    -> when it registered or told a piece last."""
+    for holder in state.holders.values():
+        if holder.present and not holder.complete and now - told[holder.session] > INVENTORY_S:
+            state.out.append(Close(holder.session, f"no piece of its inventory came for {INVENTORY_S:g} s"))
 
 
 def persisted(state: State, holder: Holder, message: Persisted) -> None:

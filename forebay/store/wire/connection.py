@@ -36,6 +36,7 @@ OPENING_S = 5.0
 FRAME_S = 10.0
 FRAME_BYTES_PER_S = 1 << 20
 STALLED_S = 30.0
+LINGER_S = 5.0  # for the last word to a peer
 WRITE_HIGH_BYTES = 8 << 20
 TLS_PIECE_BYTES = 256 << 10  # encrypted at a time: the peer decrypts one while we encrypt the next, and it is in the caches
 TLS_HIGH_BYTES = 512 << 10
@@ -208,13 +209,20 @@ class Connection(asyncio.BufferedProtocol):
         self.send(encode(message))
 
     def drop(self, reason: str) -> None:
-        """End this peer, saying why."""
-        if self._transport is not None and not self._transport.is_closing():
-            if self._stalled_since or self._unencrypted:
+        """End this peer, saying why. One that does not read what was to be said is cut off when its time is over."""
+        now = time.monotonic()
+        if self._transport is None:
+            return
+        if self._transport.is_closing():
+            if now > self._deadline:
                 self._transport.abort()
-                return
-            self._transport.write(encode(Refused(reason)))
-            self._transport.close()
+            return
+        if self._stalled_since or self._unencrypted:
+            self._transport.abort()
+            return
+        self._transport.write(encode(Refused(reason)))
+        self._transport.close()
+        self._deadline = now + LINGER_S
 
     def overdue(self, now: float) -> str:
         """Why this peer has had its time, or ""."""
