@@ -95,7 +95,7 @@ class MasterServer:
         quick = self.machine.answer(now, connection.number, message)
         if quick is not None:
             connection.answer(quick)
-            if type(message) is Get and connection.is_near:
+            if type(message) is Get and len(message.keys) == 1 and connection.is_near:
                 self._awake.answered(now, connection.core)
         else:
             self._step(FromClient(connection.number, message))
