@@ -12,7 +12,6 @@ from collections.abc import Sequence
 
 from forebay.store.address import Address
 from forebay.store.master import claims
-from forebay.store.master.awake import Awake
 from forebay.store.master.machine import Connected, Disconnected, Event, FromClient, FromHolder, Master, Ticked
 from forebay.store.master.records import Close, MasterConfig
 from forebay.store.wire import auth
@@ -24,7 +23,7 @@ from forebay.store.wire.frames import (
     decode_holder_to_master,
     encode,
 )
-from forebay.store.wire.messages import Challenge, Get, Hello, Role, Welcome
+from forebay.store.wire.messages import Challenge, Hello, Role, Welcome
 
 TICK_S = 0.05
 MAX_CONNECTIONS = 10_000
@@ -49,7 +48,6 @@ class MasterServer:
         self._connections: dict[int, Connection] = {}
         self._numbers = 0
         self._server: asyncio.Server | None = None
-        self._awake = Awake()
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
@@ -95,8 +93,6 @@ class MasterServer:
         quick = self.machine.answer(now, connection.number, message)
         if quick is not None:
             connection.answer(quick)
-            if type(message) is Get and len(message.keys) == 1 and connection.is_near:
-                self._awake.answered(now, connection.core)
         else:
             self._step(FromClient(connection.number, message))
         return ()

@@ -4,7 +4,6 @@
 #include "copying.h"
 #include <errno.h>
 #include <linux/aio_abi.h>
-#include <sched.h>
 #include <sys/socket.h>
 #include <sys/syscall.h>
 #include <time.h>
@@ -81,7 +80,7 @@ static void take_if_ended(Read *read) {
 
 /* Begin the PREPARED read, send all of `frame`, and receive what comes first: the count (0: the peer closed), or -errno; *sent: how much
    of the frame has left. Answer and data are looked for over and over for `poll_ns`, since being woken up takes a core that went to
-   sleep tens of us; then only the answer is waited for. The core is offered to who answers, whom the kernel may have put there. */
+   sleep tens of us; then only the answer is waited for. */
 EXPORT int64_t forebay_read_asking(Read *read, int socket, const uint8_t *frame, int64_t count, uint8_t *answer, int64_t room,
                                    int64_t *sent, int64_t poll_ns) {
     forebay_read_begin(read);
@@ -94,7 +93,6 @@ EXPORT int64_t forebay_read_asking(Read *read, int socket, const uint8_t *frame,
         if (heard == -EAGAIN) {
             heard = recv(socket, answer, (size_t)room, MSG_DONTWAIT);
             if (heard < 0) heard = -errno;
-            if (heard == -EAGAIN) sched_yield();
         }
         if (read->state == UNDER_WAY) take_if_ended(read);
     }

@@ -8,8 +8,6 @@ second per MiB, not reading answers for 30 s. While it does not read, it is not 
 """
 
 import asyncio
-import contextlib
-import socket
 import ssl
 import time
 from collections import deque
@@ -28,7 +26,7 @@ from forebay.store.wire.frames import (
     encode,
     read_prefix,
 )
-from forebay.store.wire.loopback import Connected, send_unpaced
+from forebay.store.wire.loopback import send_unpaced
 from forebay.store.wire.messages import Challenge, Hello, Message, Refused, Welcome
 
 SCRATCH_BYTES = 64 << 10
@@ -83,7 +81,6 @@ class Connection(asyncio.BufferedProtocol):
         self._deadline = time.monotonic() + OPENING_S
         self._stalled_since = 0.0
         self._transport: asyncio.Transport | None = None
-        self._near: Connected | None = None
         self._in_tls = False
         self._unencrypted: deque[memoryview] = deque()  # inside TLS, what waits for its turn
         self._writable = asyncio.Event()
@@ -95,8 +92,7 @@ class Connection(asyncio.BufferedProtocol):
         assert isinstance(transport, asyncio.Transport) or hasattr(transport, "write")
         self._transport = transport  # type: ignore[assignment]
         self._registry[self.number] = self
-        connected = transport.get_extra_info("socket")
-        self._near = connected if send_unpaced(connected) else None
+        send_unpaced(transport.get_extra_info("socket"))
         self._in_tls = transport.get_extra_info("ssl_object") is not None
         transport.set_write_buffer_limits(high=TLS_HIGH_BYTES if self._in_tls else WRITE_HIGH_BYTES)  # type: ignore[attr-defined]
         if self.peer is None:
@@ -107,7 +103,7 @@ class Connection(asyncio.BufferedProtocol):
     def connection_lost(self, exc: BaseException | None) -> None:
         self._registry.pop(self.number, None)
         self._writable.set()
-        self._transport = self._near = None
+        self._transport = None
         self._targets = []
         self._unencrypted.clear()
         if self.peer is not None:
@@ -192,18 +188,6 @@ class Connection(asyncio.BufferedProtocol):
                 waiting[0] = waiting[0][TLS_PIECE_BYTES:]
             assert self._transport is not None
             self._transport.write(piece)
-
-    @property
-    def is_near(self) -> bool:
-        """Whether the peer is on this machine."""
-        return self._near is not None
-
-    def core(self) -> int:
-        """The core on which a near peer has sent last; -1 if that is not known."""
-        with contextlib.suppress(OSError):
-            if self._near is not None:
-                return self._near.getsockopt(socket.SOL_SOCKET, socket.SO_INCOMING_CPU)
-        return -1
 
     def answer(self, message: Message) -> None:
         self.send(encode(message))
