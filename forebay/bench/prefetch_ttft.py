@@ -169,7 +169,7 @@ def _tight(config: PrefetchTtftBench, prompts: _Prompts, model: ModelConfig, say
                 for concurrency in config.concurrencies:
                     say(f"measuring {route.value} at concurrency {concurrency}")
                     turns = [[next(unused) for _ in range(half + concurrency)] for _ in range(2)]
-                    found[route, concurrency] = _cell(config, prompts, arms, concurrency, turns)
+                    found[route, concurrency] = _cell(config, prompts, arms, (number, concurrency), turns)
     return found
 
 
@@ -186,20 +186,21 @@ def _roomy(config: PrefetchTtftBench, prompts: _Prompts, model: ModelConfig, say
                     _fill(prompts, arms, count, say)
                 for concurrency in config.concurrencies:
                     say(f"measuring {route.value} with DRAM for everything at concurrency {concurrency}")
-                    found[route, concurrency] = _cell(config, prompts, arms, concurrency, [range(half + concurrency)] * 2)
+                    found[route, concurrency] = _cell(config, prompts, arms, (number, concurrency), [range(half + concurrency)] * 2)
     return found
 
 
 def _cell(
-    config: PrefetchTtftBench, prompts: _Prompts, arms: Sequence[_Arm], concurrency: int, turns: Sequence[Sequence[int]]
+    config: PrefetchTtftBench, prompts: _Prompts, arms: Sequence[_Arm], cell: tuple[int, int], turns: Sequence[Sequence[int]]
 ) -> list[_Figures]:
-    """[off, on]. ``turns``: the prefixes of each arm's first and second turn."""
+    """[off, on]. ``cell``: number of the route, and concurrency. ``turns``: the prefixes of each arm's first and second turn."""
+    route, concurrency = cell
     figures = [_Figures(), _Figures()]
     taken = [0, 0]
     for hint in TURNS:
         turn = taken[hint]
         taken[hint] += 1
-        asks = [prompts.ask(index, number, f"{concurrency}/{turn}") for index, number in enumerate(turns[turn])]
+        asks = [prompts.ask(index, number, f"{route}/{concurrency}/{turn}") for index, number in enumerate(turns[turn])]
         _ask(config, arms[hint], asks, concurrency, figures[hint])
     return figures
 
