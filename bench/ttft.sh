@@ -8,18 +8,19 @@
 # should run meanwhile. PYTHON, MODEL, REQUESTS and REPEAT may be set in the environment.
 #
 # Every round has 32 requests unless REPEAT says otherwise: a round begins with an empty pipeline and ends with one, so that in a round
-# of 8 requests with 4 in flight more than half of them do not meet the load that is named. One at a time there is nothing to fill.
+# of 8 requests with 4 in flight more than half of them do not meet the load that is named. Four stages have rounds of 64, as they take
+# longer to fill. One at a time there is nothing to fill.
 set -u
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-.venv/bin/python} MODEL=${MODEL:-demo} REQUESTS=${REQUESTS:-64} REPEAT=${REPEAT:-$((${REQUESTS:-64} / 32))} LIMIT=${LIMIT:-0}
 
 declare -A LOADS=(
     [misses]="--groups miss --pp 2 --concurrency 2"
-    [mixed-pp4]="--groups mixed --pp 4 --concurrency 4"
+    [mixed-pp4]="--groups mixed --pp 4 --concurrency 4 --requests 128 --repeat 2"
     [chunk-256]="--groups mixed --pp 2 --concurrency 8 --chunk-size 256"
     [mixed-pp2]="--groups mixed --pp 2 --concurrency 2"
     [one-at-a-time]="--groups miss,mixed,hit --pp 2 --concurrency 1 --repeat 8"
-    [published-pairing]="--groups mixed --pp 4 --concurrency 4 --routes ticket:staging,staged:cache"
+    [published-pairing]="--groups mixed --pp 4 --concurrency 4 --requests 128 --repeat 2 --routes ticket:staging,staged:cache"
     [open-70]="--groups mixed --pp 2 --utilisation 0.7"
 )
 ORDER="misses mixed-pp4 chunk-256 mixed-pp2 one-at-a-time published-pairing open-70"
