@@ -1,12 +1,14 @@
 """One contract for everything that may stand behind `backend.PageStore`, and what is special to each."""
 
 import contextlib
+import errno
 import os
 import shutil
 import signal
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -212,6 +214,36 @@ def test_directory_a_damaged_or_foreign_file_is_a_miss_and_goes(tmp_path: Path) 
         path.write_bytes(change(path.read_bytes()))
         assert get(store, b"k", 1000) is Status.CHECKSUM
         assert files(tmp_path) == []
+
+
+@pytest.mark.parametrize("first", ["get", "put"])
+def test_directory_what_is_no_file_gives_its_place_up(tmp_path: Path, first: str) -> None:
+    store = DirectoryStore(tmp_path, 1 << 20)
+    path = store.files.path(b"k")
+    (path / "with something in it").mkdir(parents=True)
+    if first == "get":
+        assert get(store, b"k", 1000) is Status.CHECKSUM
+        assert store.match_prefix([b"k"], [], hint=False, timeout_s=5.0) == 0
+    assert put(store, b"k", bytes(1000)) is Status.OK
+    assert get(store, b"k", 1000) == bytes(1000)
+
+
+def test_directory_a_file_that_cannot_be_read_is_a_miss_and_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = DirectoryStore(tmp_path, 1 << 20)
+    assert put(store, b"k", bytes(1000)) is Status.OK
+    bad, read = store.files.path(b"k"), Path.open
+
+    def unreadable(self: Path, *args: Any, **options: Any) -> Any:
+        if self == bad:
+            raise OSError(errno.EIO, "Input/output error")
+        return read(self, *args, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "open", unreadable)
+        assert get(store, b"k", 1000) is Status.CHECKSUM
+    assert store.match_prefix([b"k"], [], hint=False, timeout_s=5.0) == 0
+    assert put(store, b"k", bytes(1000)) is Status.OK
+    assert get(store, b"k", 1000) == bytes(1000)
 
 
 def test_directory_a_file_that_cannot_be_removed_does_not_wedge_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from stat import S_ISREG
 
 from forebay.store.address import this_machine
 from forebay.store.backend import Status
@@ -42,7 +43,8 @@ class PageFiles:
     """At most ``size`` bytes of files in ``root``, leaving ``free`` bytes of its file system alone. Thread-safe.
 
     Several processes may share a directory. Each knows what it found when it listed it last and what it did itself; the order of use is
-    in the files' times, for all. A file that cannot be removed is left alone and counted for what it takes (B14).
+    in the files' times, for all. A file that cannot be removed is left alone and counted for what it takes (B14). What cannot be
+    read, or is no file, gives its place up: to be found and never to be had would cost its key's users again and again.
     """
 
     def __init__(self, root: Path, size: int, free: int) -> None:
@@ -86,10 +88,10 @@ class PageFiles:
         except FileNotFoundError:
             return Status.NOT_FOUND
         except OSError:
-            return Status.UNAVAILABLE
+            return Status.CHECKSUM if self._give_up(path) else Status.UNAVAILABLE
         value = _value_of(data, key)
         if value is None:
-            self.remove(path.name)
+            self._give_up(path)
             return Status.CHECKSUM
         self._used_now(path, len(data))
         return value
@@ -98,7 +100,8 @@ class PageFiles:
         """An object of that length is there; this counts as a use."""
         path, total = self.path(key), file_bytes(key, value_bytes)
         with contextlib.suppress(OSError):
-            if path.stat().st_size == total:
+            found = path.stat()
+            if S_ISREG(found.st_mode) and found.st_size == total:
                 self._used_now(path, total)
                 return True
         return False
@@ -116,6 +119,8 @@ class PageFiles:
                 _write_all(fd, [memoryview(head + key), value.data])
             finally:
                 os.close(fd)
+            if path.is_dir():
+                self._give_up(path)
             is_new = _publish(beside, path, total)
         except OSError as error:
             with contextlib.suppress(OSError):
@@ -144,6 +149,18 @@ class PageFiles:
         with self._lock:
             self._used -= size
             self._free_seen = (self._free_seen[0], self._free_seen[1] + size)
+        return True
+
+    def _give_up(self, path: Path) -> bool:
+        """Remove what is of no use; what cannot be removed, such as a directory, is moved out of the way. Whether its place is free."""
+        if self.remove(path.name):
+            return True
+        try:
+            path.rename(self._temporary / f"{path.name}-{next(_numbers)}")
+        except OSError:
+            return False
+        with self._lock:
+            self._used -= self._stubborn.pop(path.name, 0)
         return True
 
     def free_bytes(self) -> int:
