@@ -228,6 +228,19 @@ def test_directory_what_is_no_file_gives_its_place_up(tmp_path: Path, first: str
     assert get(store, b"k", 1000) == bytes(1000)
 
 
+def test_directory_a_reader_out_of_descriptors_costs_no_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = DirectoryStore(tmp_path, 1 << 20)
+    assert put(store, b"k", bytes(1000)) is Status.OK
+
+    def out_of_descriptors(self: Path, *args: Any, **options: Any) -> Any:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "open", out_of_descriptors)
+        assert get(store, b"k", 1000) is Status.UNAVAILABLE
+    assert get(store, b"k", 1000) == bytes(1000)
+
+
 def test_directory_a_file_that_cannot_be_read_is_a_miss_and_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = DirectoryStore(tmp_path, 1 << 20)
     assert put(store, b"k", bytes(1000)) is Status.OK

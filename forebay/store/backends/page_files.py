@@ -2,6 +2,7 @@
 
     DIR/a/b/<sha256 of key>.page         = head {magic, key length, value length, CRC32C} | key | value
     DIR/tmp/<machine>-<pid>-<n>            being written; then it gets its name, so no reader meets half of one
+    DIR/tmp/<name>.page-<pid>-<n>          was in an object's place, is none, and could only be moved out of it
 
 Two levels of 16 directories (FIELD_REPORTS B13): of 256 nearly every file would have, and make, one of its own. Calls block for as
 long as the file system does; see `file_threads`.
@@ -36,6 +37,7 @@ _COUNTING_SHARE = 100
 _LISTINGS = 64  # the directory is listed anew when a 64th of its size has been put: others put and remove too
 _FOREIGN_STALE_S = 3600.0
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+_BAD_FILE = (errno.EIO, errno.EISDIR, errno.EACCES, errno.EPERM, errno.ELOOP)  # says nothing of other files, or of us
 _numbers = itertools.count()  # of this process: it may have several stores in one directory
 
 
@@ -87,8 +89,8 @@ class PageFiles:
             data = _read_file(path, scratch)
         except FileNotFoundError:
             return Status.NOT_FOUND
-        except OSError:
-            return Status.CHECKSUM if self._give_up(path) else Status.UNAVAILABLE
+        except OSError as error:
+            return Status.CHECKSUM if error.errno in _BAD_FILE and self._give_up(path) else Status.UNAVAILABLE
         value = _value_of(data, key)
         if value is None:
             self._give_up(path)
@@ -156,7 +158,7 @@ class PageFiles:
         if self.remove(path.name):
             return True
         try:
-            path.rename(self._temporary / f"{path.name}-{next(_numbers)}")
+            path.rename(self._temporary / f"{path.name}-{os.getpid()}-{next(_numbers)}")
         except OSError:
             return False
         with self._lock:
