@@ -1,5 +1,6 @@
 """Who may run next (rule R12): match, pin and reserve in one step, or release everything."""
 
+import math
 from collections.abc import Iterator, Sequence
 
 from forebay.core.messages import Usage
@@ -25,6 +26,7 @@ def admit(replica: Replica, now: float) -> None:
     running, most = replica.running, replica.config.max_running
     if not replica.waiting or len(running) >= most or any([other.suspect for other in running]):
         return
+    urgency: float | None = None  # of those that ask or fetch; looked up once, and only if somebody may give way to them
     for request in _candidates(replica):
         if len(running) >= most:
             return
@@ -32,8 +34,15 @@ def admit(replica: Replica, now: float) -> None:
             replica.tickets.leave(request, cache)
         if replica.tickets.waits(request):
             continue
-        if _next_page_is_coming(replica, request) or _gives_way(replica, request, now):
+        if _next_page_is_coming(replica, request):
             continue
+        until = _gives_way_until(replica, request)
+        if now < until:
+            if urgency is None:
+                urgency = next((other.order[0] for other in replica.waiting if replica.tickets.waits(other)), math.inf)
+            if urgency <= request.order[0]:
+                replica.gives_way_until = min(until, replica.gives_way_until or until)
+                continue
         if request.suspect and running:
             return  # its turn has come, and it runs alone
         loads = _reserve(replica, request)
@@ -74,27 +83,19 @@ def _wanted_pages(replica: Replica, request: Request) -> int:
     return min(replica.pages_for(request.length) + 1, replica.pages_at_most(request))
 
 
-def _gives_way(replica: Replica, request: Request, now: float) -> bool:
-    """Whether ``request`` still lets those go first that ask or fetch, whoever came first, unless they are of lower priority.
+def _gives_way_until(replica: Replica, request: Request) -> float:
+    """How long ``request`` lets those go first that ask or fetch, whoever came first, unless they are of lower priority.
 
     A chunk cannot be interrupted and what has been fetched runs in next to no time, so it is worth a `HEAD_START` of what the chunk
     will take in the first stage, from when it came. Not on the staged route, where a fetch waits for chunks itself.
     """
     config = replica.config
-    if config.staged or not config.hits_ahead:
-        return False
     cached = config.page_size * request.probe
     left = request.length - cached
-    if left <= config.page_size:
-        return False  # as quick as what is fetched
+    if config.staged or not config.hits_ahead or left <= config.page_size:
+        return -math.inf  # what is left is as quick as what is fetched
     work = work_of(min(left, config.chunk_tokens), cached)
-    until = request.arrived_at + HEAD_START * replica.first_stage.predict(work)
-    if now >= until:
-        return False
-    if not any(replica.tickets.waits(other) and other.order[0] <= request.order[0] for other in replica.waiting):
-        return False
-    replica.gives_way_until = min(until, replica.gives_way_until or until)
-    return True
+    return request.arrived_at + HEAD_START * replica.first_stage.predict(work)
 
 
 def _next_page_is_coming(replica: Replica, request: Request) -> bool:

@@ -20,10 +20,10 @@ from forebay.core.messages import (
 )
 from forebay.core.pace import PASS_WORK, work_of
 from forebay.core.planner import Effects, Event, GridLost, GridReady
-from forebay.core.request import Phase
+from forebay.core.request import Phase, Request
 from forebay.core.sampling import SamplingParams
 from forebay.core.storing import StoreEmptied, StoreWell
-from forebay.core.tickets import TICKETS_AT_ONCE, FetchPolicy, QueryDone
+from forebay.core.tickets import TICKETS_AT_ONCE, FetchPolicy, QueryDone, TicketDesk
 from forebay.core.transfers import WritePolicy
 from forebay.core.tree import Tier
 from tests.core.conftest import Desk, make_desk, spans
@@ -180,6 +180,25 @@ def test_a_chunk_gives_way_to_what_came_later_but_not_to_lower_priority(priority
     assert [spans(plan) for plan in desk.run(busy)] == at_once
     desk.now = desk.planner.next_deadline() or 0.0
     assert [spans(plan) for plan in desk.plans[1:] + desk.step()] == [[(0, 8)]]
+
+
+def test_a_burst_that_gives_way_is_looked_through_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    desk = store_desk(max_waiting=64)
+    for number in range(30):
+        (query,) = ask(desk, f"chunk {number}", [100 + number, *LATER]).queries
+        if number == 0:
+            issue(desk)  # from here on all give way to it
+        desk.take(QueryDone(query.number, 0))
+    assert len(desk.planner.replica.waiting) == 31
+    looked, waits = [], TicketDesk.waits
+
+    def counted(self: TicketDesk, request: Request) -> bool:
+        looked.append(request.request_id)
+        return waits(self, request)
+
+    monkeypatch.setattr(TicketDesk, "waits", counted)
+    assert desk.take().plan is None
+    assert len(looked) <= 2 * 31
 
 
 def test_a_ticket_takes_host_pages_for_exactly_the_agreed_hit() -> None:
