@@ -29,6 +29,7 @@ from forebay.store.wire.messages import Challenge, Message, Refused, Role, Welco
 T = TypeVar("T")
 _SCRATCH_BYTES = 8 << 10  # small, so that payload goes past it
 _IOV_MAX = 512
+LOOK_NS = 60_000  # somewhat more than a server takes to begin its answer
 _TIMEVAL = struct.Struct("ll")
 Bytes = npt.NDArray[np.uint8]
 
@@ -107,16 +108,20 @@ class Channel:
         self._calls += 1
         return self._calls
 
-    def ask(self, message: Message, decode: BodyDecoder[T], deadline: float, beside: OneRead | None = None) -> T:
-        """Send a message without payload and wait for one without payload. ``beside``: a read that is to be begun before."""
-        self._send_and_hear(encode(message), deadline, beside)
+    def ask(
+        self, message: Message, decode: BodyDecoder[T], deadline: float, beside: OneRead | None = None, *, hurry: bool = False
+    ) -> T:
+        """Send a message without payload and wait for one without payload. ``beside``: a read that is to be begun before. ``hurry``: as
+        for ``exchange``."""
+        self.exchange(encode(message), deadline, beside, hurry=hurry)
         answer, prefix = self.receive(decode, deadline)
         if prefix.payload_bytes:
             raise ChannelError("a payload came where none was due")
         return answer
 
-    def _send_and_hear(self, frame: bytes, deadline: float, beside: OneRead | None) -> None:
-        """Send ``frame``, and receive what comes first if that can be had in the same breath (`native.exchange`, `OneRead.ask`)."""
+    def exchange(self, frame: bytes, deadline: float, beside: OneRead | None = None, *, hurry: bool = False) -> None:
+        """Send ``frame``, and receive what comes first if that can be had in the same breath (`native.exchange`, `OneRead.ask`).
+        ``hurry``: spend some of a core on having it soon, if the machine is quiet enough for that to help."""
         exchange = native.exchange()
         if exchange is None or self._begin != self._end:
             if beside is not None:
@@ -129,7 +134,7 @@ class Channel:
         fd, room, sent_at = self._socket.fileno(), _SCRATCH_BYTES, ctypes.byref(sent)
         count = beside.ask(fd, frame, self._address, room, sent_at) if beside is not None else None
         if count is None:
-            count = exchange(fd, frame, len(frame), self._address, room, sent_at)
+            count = exchange(fd, frame, len(frame), self._address, room, sent_at, LOOK_NS if hurry else 0)
         if count > 0:
             self._end = count
         elif count == 0:
@@ -273,7 +278,7 @@ class TlsChannel(Channel):
             connected.close()
             raise ChannelError(f"{address}: TLS: {error}") from error
 
-    def _send_and_hear(self, frame: bytes, deadline: float, beside: OneRead | None) -> None:
+    def exchange(self, frame: bytes, deadline: float, beside: OneRead | None = None, *, hurry: bool = False) -> None:
         if beside is not None:
             beside.begin()
         self.send(frame, (), deadline)

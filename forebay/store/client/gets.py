@@ -137,7 +137,7 @@ class Reader:
 
     def _read_memory(self, channel: Channel, group: list[tuple[Want, Spot]], patience_s: float | None) -> None:
         slices = [Slice(spot.offset, spot.stamp, want.offset, len(want.target)) for want, spot in group]
-        channel.send(encode(ReadMemory(channel.new_call(), slices)), (), self._deadline)
+        channel.exchange(encode(ReadMemory(channel.new_call(), slices)), self._soon(patience_s), hurry=True)
         answer, prefix = channel.receive(decode_holder_to_client, self._soon(patience_s))
         if not isinstance(answer, Codes) or len(answer.codes) != len(group):
             raise ChannelError("codes were due")

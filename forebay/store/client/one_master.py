@@ -298,7 +298,7 @@ class OneMaster:
     def _read_some(self, wants: _Wants, deadline: float) -> None:
         asked = time.monotonic()
         own = self._own_read(wants[0].key, wants[0].target) if len(wants) == 1 else None
-        answer = self._ask(lambda call: Get(call, [want.key for want in wants]), Located, deadline, own)
+        answer = self._ask_places([want.key for want in wants], deadline, own)
         if answer is None or len(answer.places) != len(wants):
             status = Status.TIMEOUT if time.monotonic() >= deadline else Status.UNAVAILABLE
             for want in wants:
@@ -315,7 +315,7 @@ class OneMaster:
         """A get whose buffer is made when the master has told the length: a bytes object that is filled before anyone sees it."""
         asked = time.monotonic()
         own = self._own_read(key)
-        answer = self._ask(lambda call: Get(call, [key]), Located, deadline, own)
+        answer = self._ask_places([key], deadline, own)
         if answer is None or len(answer.places) != 1 or answer.places[0].code != Status.OK:
             return None
         try:
@@ -376,7 +376,7 @@ class OneMaster:
 
     def _relocate(self, wants: _Wants, deadline: float) -> None:
         """They are in memory now: lease them. The earlier lease's end stays in force for the batch, which is the earlier one."""
-        answer = self._ask(lambda call: Get(call, [want.key for want in wants]), Located, deadline)
+        answer = self._ask_places([want.key for want in wants], deadline)
         if answer is not None and len(answer.places) == len(wants):
             for want, place in zip(wants, answer.places, strict=True):
                 locate(want, place)
@@ -399,15 +399,26 @@ class OneMaster:
         except (ChannelError, TimeoutError):
             return False
 
-    def _ask(self, make: Callable[[int], ClientToMaster], kind: type[T], deadline: float, own: OwnRead | None = None) -> T | None:
-        """One question to the master, asked again on a new connection while there is time if the old one is lost. ``own``: a read that
-        goes on meanwhile."""
+    def _ask_places(self, keys: Sequence[bytes], deadline: float, own: OwnRead | None = None) -> Located | None:
+        """Where to read ``keys``, for which somebody waits. ``own``: a read that goes on meanwhile."""
+        return self._ask(lambda call: Get(call, [*keys]), Located, deadline, own, hurry=True)
+
+    def _ask(
+        self,
+        make: Callable[[int], ClientToMaster],
+        kind: type[T],
+        deadline: float,
+        own: OwnRead | None = None,
+        *,
+        hurry: bool = False,
+    ) -> T | None:
+        """One question to the master, asked again on a new connection while there is time if the old one is lost."""
         beside = own.read if own is not None else None
         while True:
             try:
                 with self._master.lease(deadline) as channel:
                     self._holders.check_epoch(channel.epoch)
-                    answer = channel.ask(make(channel.new_call()), decode_master_to_client, deadline, beside)
+                    answer = channel.ask(make(channel.new_call()), decode_master_to_client, deadline, beside, hurry=hurry)
                     return answer if isinstance(answer, kind) else None
             except TimeoutError:
                 return None

@@ -3,6 +3,7 @@
 #include <errno.h>
 #include <stdatomic.h>
 #include <sys/socket.h>
+#include <time.h>
 
 #define EXPORT __attribute__((visibility("default")))
 
@@ -60,12 +61,45 @@ EXPORT uint32_t forebay_copy_crc32c(uint8_t *to, const uint8_t *from, int64_t co
 
    Whoever waits for the interpreter lock after each of a question's system calls waits three times; here it is once. */
 
-/* Send all of `frame`, then receive what comes first. The count (0: the peer closed), or -errno; *sent: how much of the frame has left. */
-EXPORT int64_t forebay_exchange(int socket, const uint8_t *frame, int64_t count, uint8_t *into, int64_t room, int64_t *sent) {
+enum { MOST_RESTS = 128 };
+static __thread int rests_next = 1, rests_left; /* a thread that looked in vain lets 1, 2, 4, .. answers come without looking */
+
+static int64_t now_ns(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return now.tv_sec * INT64_C(1000000000) + now.tv_nsec;
+}
+
+/* Look for an answer over and over for `look_ns`: waking a core that went to sleep takes tens of us. On a machine that is busy the answer
+   does not come so soon, and looking would only keep a core from those who make it. -EAGAIN: there is none yet. */
+static int64_t look(int socket, uint8_t *into, int64_t room, int64_t look_ns) {
+    if (!look_ns || rests_left) {
+        rests_left -= look_ns && rests_left;
+        return -EAGAIN;
+    }
+    int64_t until = now_ns() + look_ns;
+    do {
+        ssize_t done = recv(socket, into, (size_t)room, MSG_DONTWAIT);
+        if (done >= 0 || (errno != EAGAIN && errno != EWOULDBLOCK)) {
+            rests_next = 1;
+            return done < 0 ? -errno : done;
+        }
+    } while (now_ns() < until);
+    rests_left = rests_next;
+    rests_next = rests_next < MOST_RESTS ? 2 * rests_next : MOST_RESTS;
+    return -EAGAIN;
+}
+
+/* Send all of `frame`, then receive what comes first, which is looked for for `look_ns`, then waited for. The count (0: the peer closed),
+   or -errno; *sent: how much of the frame has left. */
+EXPORT int64_t forebay_exchange(int socket, const uint8_t *frame, int64_t count, uint8_t *into, int64_t room, int64_t *sent,
+                                int64_t look_ns) {
     ssize_t done = send(socket, frame, (size_t)count, MSG_NOSIGNAL);
     *sent = done < 0 ? 0 : done;
     if (done < 0) return -errno;
     if (done < count) return -EINTR;
+    int64_t heard = look(socket, into, room, look_ns);
+    if (heard != -EAGAIN) return heard;
     done = recv(socket, into, (size_t)room, 0);
     return done < 0 ? -errno : done;
 }

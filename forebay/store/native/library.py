@@ -43,7 +43,7 @@ def exchange() -> Any:
     library = _library()
     if library is None:
         return None
-    library.forebay_exchange.argtypes = [c_int, c_void_p, c_int64, c_void_p, c_int64, c_void_p]
+    library.forebay_exchange.argtypes = [c_int, c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int64]
     library.forebay_exchange.restype = c_int64
     return library.forebay_exchange
 
