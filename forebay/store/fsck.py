@@ -92,7 +92,7 @@ def _count(report: Report, newest: dict[tuple[str, bytes], list[tuple[int, int]]
     for grave in graves:
         if not grave.behalf:
             by_place.setdefault((grave.tenant, grave.key), []).append(grave)
-    report.tombstones = len(graves)
+    report.tombstones = len(set(graves))
     for place, records in newest.items():
         alive = {
             generation: size for generation, size in records if not any(covers(grave, generation) for grave in by_place.get(place, ()))

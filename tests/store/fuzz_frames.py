@@ -304,7 +304,7 @@ def a_log_file(directory: Path) -> bytes:
     where = Path(tempfile.mkdtemp(dir=directory))
     log = SsdLog(Directory(where), 64 << 20)
     log.append([Item("t", b"key", 1, crc32c(b"value"), memoryview(b"value"))])
-    log.bury([messages.Grave("t", b"key", 5, behalf="h")])
+    log.bury([messages.Grave("t", b"key", 5, behalf="h")], [])
     log.append([Item("t", b"key", 6, crc32c(b"newer"), memoryview(b"newer"))])
     log.close()
     return (where / "0000000001.log").read_bytes()

@@ -1,6 +1,7 @@
 """The whole store over real sockets, in one process: what users of the client meet, tier by tier and fault by fault."""
 
 import asyncio
+import errno
 import os
 import threading
 import time
@@ -13,6 +14,7 @@ from forebay.store import AsyncStoreClient, Status, StoreClient
 from forebay.store.client.holders import LocalChannel
 from forebay.store.client.lent import Lent, lendable
 from forebay.store.client.prefetcher import PrefetchOptions
+from forebay.store.holder.log.files import Directory
 from forebay.store.holder.writer import Fsync
 from forebay.store.master.records import MasterConfig
 from forebay.store.wire import auth
@@ -188,6 +190,36 @@ def test_a_flipped_bit_on_disk_is_a_miss_and_never_a_wrong_byte(tmp_path: Path, 
         assert wrong(client, keys) == [(cold[0], Status.NOT_FOUND)]
         assert client.exists([cold[0]]) == [False], "and exists does not claim it any more"
         assert client.put(cold[0], value(cold[0])) in (Status.OK, Status.EXISTS)
+
+
+class Hiccup(Directory):
+    """Reads fail while it is ill."""
+
+    ill = False
+
+    def read(self, fd: int, into: memoryview, at: int) -> int:
+        if self.ill:
+            raise OSError(errno.EIO, "Input/output error")
+        return super().read(fd, into, at)
+
+
+def test_what_could_not_be_read_for_a_moment_does_not_come_back_after_a_restart(tmp_path: Path) -> None:
+    """Nobody has it any more, so nobody will tell the log of its removal."""
+    files = Hiccup(tmp_path)
+    with cluster(quick()) as nodes:
+        nodes.holder(4 * MIB, tmp_path)
+        client = nodes.client(allow_local=False)
+        assert client.put(b"k", b"old bytes") is Status.OK
+        nodes.stop_holder(nodes.holders[0])
+        nodes.holder(4 * MIB, tmp_path, files=files)
+        files.ill = True
+        assert client.get(b"k", timeout_s=1.0) is None
+        wait_for(lambda: client.exists([b"k"]) == [False])
+        files.ill = False
+        assert client.remove([b"k"]) == [Status.NOT_FOUND]
+        nodes.stop_holder(nodes.holders[0])
+        nodes.holder(4 * MIB, tmp_path)
+        assert client.exists([b"k"]) == [False] and client.get(b"k") is None
 
 
 def test_a_full_disk_leaves_a_memory_store_that_says_so_and_recovers(tmp_path: Path) -> None:

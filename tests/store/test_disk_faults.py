@@ -14,6 +14,7 @@ from tests.store.store_process import Farm, Process, farm
 from tests.store.store_traffic import RECOVERY_S, Traffic, assert_whole, durable, value
 
 MIB = 1 << 20
+TOMBSTONE = b"FBLG\1\0\2\0"  # how the head of its record begins
 
 
 @pytest.fixture
@@ -130,7 +131,8 @@ def test_a_disk_whose_writes_fail_half_way(nodes: Farm, tmp_path: Path, code: in
 
 
 def test_bits_that_flip_on_disk_are_misses_and_never_wrong_bytes(nodes: Farm, tmp_path: Path) -> None:
-    """In values and in heads, under a running holder and before it starts; the neighbours are fine, and what is put again stays."""
+    """In values, heads and tombstones, under a running holder and before it starts; the neighbours are fine, what is removed
+    stays so, and what is put again stays."""
     master = nodes.master()
     holder = nodes.holder(master)
     keys = {b"key-%02d" % index for index in range(24)}
@@ -139,7 +141,10 @@ def test_bits_that_flip_on_disk_are_misses_and_never_wrong_bytes(nodes: Farm, tm
         for key in keys:
             assert client.put(key, value(key)) is Status.OK
         wait_for(lambda: durable(client, keys) == keys)
+        assert client.remove([b"key-23"]) == [Status.OK]
+        keys -= {b"key-23"}
         holder.kill()
+        flip(tmp_path / "h", TOMBSTONE, 20)
         flip(tmp_path / "h", value(b"key-00")[:64], 150_000)
         flip(tmp_path / "h", value(b"key-01")[:64], -4096 + 20)  # its head block
         holder = nodes.again(holder)
@@ -150,7 +155,7 @@ def test_bits_that_flip_on_disk_are_misses_and_never_wrong_bytes(nodes: Farm, tm
         for key in damaged:
             assert client.get(key) is None, key
         wait_for(lambda: not any(client.exists(sorted(damaged))), what="it is not claimed any more")
-        assert_whole(client, keys - damaged, set())
+        assert_whole(client, keys - damaged, {b"key-23"})
         for key in damaged:
             assert client.put(key, value(key)) is Status.OK
         wait_for(lambda: durable(client, keys) == keys)

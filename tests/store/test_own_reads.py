@@ -186,7 +186,7 @@ def test_a_client_keeps_no_files_open_that_the_log_has_dropped(tmp_path: Path) -
     desk = Desk(tmp_path, capacity=16 << 20)
     for number in range(60):
         key, value = b"%d" % number, content(b"k", number, 1 << 20)
-        desk.log.make_room(BLOCK_BYTES + padded(len(value)))
+        desk.log.make_room(BLOCK_BYTES + padded(len(value)), [])
         desk.append(key, 1, value)
         assert desk.read(key, 1, len(value)) == value
     links = [os.readlink(entry) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()]
@@ -217,13 +217,13 @@ class OwnReadTwin(RuleBasedStateMachine):
     def append(self, key: bytes, size: int) -> None:
         self.generation += 1
         value = self.values[key, self.generation] = content(key, self.generation, size)
-        self.desk.log.make_room(BLOCK_BYTES + padded(size))
+        self.desk.log.make_room(BLOCK_BYTES + padded(size), [])
         self.desk.append(key, self.generation, value)
         assert not self.is_current or self.desk.read(key, self.generation, size) == value
 
     @rule(key=st.sampled_from(KEYS), back=st.integers(0, 5), exact=st.booleans())
     def bury(self, key: bytes, back: int, exact: bool) -> None:
-        self.desk.log.bury([Grave(TENANT, key, max(1, self.generation - back), exact)])
+        self.desk.log.bury([Grave(TENANT, key, max(1, self.generation - back), exact)], [])
 
     @rule()
     def restart(self) -> None:

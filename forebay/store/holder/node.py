@@ -159,7 +159,7 @@ class Holder:
         self._link = MasterLink(self.config.master, self._secrets.of(auth.HOLDER_TENANT), self, self.config.master_tls)
         if self.log is not None:
             self._writer = LogWriter(self.log, self.config.fsync, self._report)
-            self._reads = LogReads(self.log, lambda entry: self._link.send(Dropped([entry])))
+            self._reads = LogReads(self.log, self._damaged)
             self._promoter = Promoter(self.memory, self.segment, self._reads, self._link, self)
         self.data = DataServer(self, self._reads, self._promoter, self._secrets)
         self._server = await listen(self._accept, self.address, self.config.tls)
@@ -392,6 +392,13 @@ class Holder:
         if report.state == "ok" and self._was_broken:
             self._log_what_is_missing()
         self._was_broken = report.state != "ok"
+
+    def _damaged(self, held: HeldSsd) -> None:
+        """A read found a record bad. If the next one does not (EIO may pass), it must not be there again after a restart: the key may
+        have been removed or replaced meanwhile, with nobody to say so here."""
+        if self._writer is not None:
+            self._writer.submit(BuryJob(0, [Grave(held.tenant, held.key, held.generation, True)]))
+        self._link.send(Dropped([held]))
 
     def _log_what_is_missing(self) -> None:
         """What is in memory alone and on its way to no log: it came while the disk failed, or its file was evicted before the master

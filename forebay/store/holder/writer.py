@@ -165,12 +165,12 @@ class LogWriter:
 
     def _make_room_and_append(self, items: list[Item], size: int) -> list[bool]:
         if size <= self._log.capacity // 2:
-            self._unreported.lost += self._log.make_room(size)
+            self._log.make_room(size, self._unreported.lost)
             return self._log.append(items)
         good = []
         for item in items:
             try:
-                self._unreported.lost += self._log.make_room(BLOCK_BYTES + padded(len(item.value)))
+                self._log.make_room(BLOCK_BYTES + padded(len(item.value)), self._unreported.lost)
                 good += self._log.append([item])
             except LogFull:
                 good.append(False)
@@ -185,7 +185,7 @@ class LogWriter:
             self._unreported.buried.append(job.op)
 
     def _bury_now(self, graves: list[Grave]) -> list[bool]:
-        self._log.bury(graves)
+        self._log.bury(graves, self._unreported.lost)
         return []
 
     def _try(self, action: Callable[[], list[bool]]) -> list[bool] | None:
@@ -216,7 +216,7 @@ class LogWriter:
         probe = Grave("", b"", 0, True)
         owed = [grave for job in self._owed for grave in job.graves]
         try:
-            self._log.bury(owed or [probe], always=not owed)
+            self._log.bury(owed or [probe], self._unreported.lost, always=not owed)
             self._log.sync()
         except OSError as error:
             self._log.abandon_active()

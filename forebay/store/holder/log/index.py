@@ -56,16 +56,18 @@ class Index:
         else:
             self._records.pop(place, None)
 
-    def bury(self, grave: Grave) -> bool:
-        """Drop what the grave covers; True if there was anything."""
+    def has_under(self, grave: Grave) -> bool:
+        """Whether there is anything that the grave covers."""
+        return any([covers(grave, record.generation) for record in self._records.get((grave.tenant, grave.key), ())])
+
+    def bury(self, grave: Grave) -> None:
+        """Drop what the grave covers."""
         place = (grave.tenant, grave.key)
-        records = self._records.get(place, ())
-        rest = tuple(record for record in records if not covers(grave, record.generation))
+        rest = tuple(record for record in self._records.get(place, ()) if not covers(grave, record.generation))
         if rest:
             self._records[place] = rest
         else:
             self._records.pop(place, None)
-        return len(rest) < len(records)
 
 
 def covers(grave: Grave, generation: int) -> bool:

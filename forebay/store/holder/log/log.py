@@ -3,10 +3,11 @@
     files:   0000000007.log  (sealed)   0000000008.log  (sealed)   0000000009.log  (active: the only one written)
     index:   (tenant, key) -> Record(file, position, generation, length, crc)
 
-Space is given back by whole files, the one least recently read first; records in it that were read since it was sealed are moved to
-the active file, newest reads first, up to a quarter of it. A tombstone is carried along while any older file remains, for only there
-can a record be that it speaks against. Appending, burying and evicting is one thread's business (`holder.writer`); reading any
-thread's: ``_lock`` guards the index and the counts of readers, never I/O.
+Space is given back by whole files, the one least recently read first; records in it that were read since it was sealed are moved
+to the active file, newest reads first, up to a quarter of it. A tombstone is written twice, so that no damage to one place takes
+it back, and carried along while any older file remains, for only there can a record be that it speaks against. Appending, burying
+and evicting is one thread's business (`holder.writer`); reading any thread's: ``_lock`` guards the index and the counts of
+readers, never I/O.
 """
 
 import contextlib
@@ -28,6 +29,7 @@ MAX_FILE_BYTES = 256 << 20
 MIN_FILE_BYTES = 4 << 20
 FILES_AT_CAPACITY = 8
 MOVED_SHARE = 4
+GRAVE_COPIES = 2
 
 
 class LogFull(Exception):
@@ -75,6 +77,7 @@ class SsdLog:
         self._tick = 1
         self._hints: LogHints | None = None
         self._highest = 0
+        self._has_ghosts = False  # files may have good records that the index does not know: a removal needs a tombstone in any case
         self._buffer = aligned_buffer(8 << 20)
         self._rebuild()
 
@@ -139,17 +142,16 @@ class SsdLog:
 
     # ------------------------------------------------------------------------------------------ the writing thread
 
-    def make_room(self, record_bytes: int) -> list[HeldSsd]:
-        """Evict files until ``record_bytes`` more fit; what is lost thereby. Raises ``LogFull`` if they never will."""
+    def make_room(self, record_bytes: int, lost: list[HeldSsd]) -> None:
+        """Evict files until ``record_bytes`` more fit. What is lost thereby is added to ``lost`` as it goes, whatever is raised then.
+        Raises ``LogFull`` if they never will."""
         if record_bytes > self.capacity:
             raise LogFull(f"a record of {record_bytes} bytes; the log may hold {self.capacity}")
-        lost: list[HeldSsd] = []
         for _ in range(2 * len(self._by_number) + 2):
             if self.used_bytes + record_bytes <= self.capacity:
                 break
             self._seal()
             lost += self._evict_one()
-        return lost
 
     def drop_oldest(self) -> list[HeldSsd]:
         """The disk is full though the log is not: give back the oldest file without writing anything; what is lost.
@@ -174,15 +176,22 @@ class SsdLog:
             done += self._append_run(run)
         return done
 
-    def bury(self, graves: Sequence[Grave], *, always: bool = False) -> None:
-        """Log tombstones for what is in the log (or for all of them) and take it out of the index. One that is kept for another
-        holder says nothing about our own records."""
+    def bury(self, graves: Sequence[Grave], lost: list[HeldSsd], *, always: bool = False) -> None:
+        """Log tombstones for what is in the log (or for all of them) and take it out of the index once that is done, so that whoever
+        failed to may try again. One that is kept for another holder says nothing about our own records. ``lost``: see `make_room`."""
+        always = always or self._has_ghosts
         with self._lock:
-            needed = [grave for grave in graves if grave.behalf or self.index.bury(grave) or always]
+            needed = [grave for grave in graves if grave.behalf or always or self.index.has_under(grave)]
         for grave in needed:
             self.hide(grave.tenant, grave.key)
-        if needed:
-            self._append_graves(needed)
+        if not needed:
+            return
+        self.make_room(min(_graves_bytes(needed), self.capacity // 2), lost)
+        self._append_graves(needed)
+        with self._lock:
+            for grave in needed:
+                if not grave.behalf:
+                    self.index.bury(grave)
 
     def forget_kept(self, behalf: str) -> None:
         """Graves kept for ``behalf`` are delivered. They fade with their files."""
@@ -208,7 +217,8 @@ class SsdLog:
     def read(self, tenant: str, key: bytes, generation: int, into: memoryview) -> int | None:
         """Read a whole value to the front of ``into`` (page-aligned, at least its padded length); its length.
 
-        None: it is not there, or no longer good, in which case it is taken out of the index.
+        None: it is not there, or no longer good, in which case it is taken out of the index. It may be good again when it is read next
+        time (EIO may pass), so a tombstone must be logged for it (`bury`).
         """
         place = (tenant, key)
         with self._lock:
@@ -228,6 +238,7 @@ class SsdLog:
             self._reader_done(file)
         if not good:
             with self._lock:
+                self._has_ghosts = True
                 self.index.remove(place, record)
             self.hide(tenant, key)
             return None
@@ -255,6 +266,8 @@ class SsdLog:
                     if found.tail:
                         self._files.truncate(fd, found.position)
                         file.size = found.position
+                    else:
+                        self._has_ghosts = True
                     continue
                 head = found.head
                 self._highest = max([self._highest, head.generation, *(grave.generation for grave in found.graves)])
@@ -263,6 +276,7 @@ class SsdLog:
                 if head.kind is Kind.VALUE:
                     record = Record(number, found.position, head.generation, head.value_bytes, head.value_crc)
                     self.index.add((head.tenant, head.key), record)
+            file.graves = list(dict.fromkeys(file.graves))
             if file.size:
                 self._by_number[number] = file
             else:
@@ -303,15 +317,18 @@ class SsdLog:
         return good
 
     def _append_graves(self, graves: list[Grave]) -> None:
+        """Two equal records, one behind the other."""
         value = encode_graves(graves)
         head = Head(Kind.GRAVES, max(grave.generation for grave in graves), len(value), crc32c(value))
-        file = self._file_for(head.record_bytes)
-        buffer = aligned_buffer(head.record_bytes)
-        write_head(head, buffer[:BLOCK_BYTES])
-        buffer[BLOCK_BYTES : BLOCK_BYTES + len(value)] = value
-        self._files.write(file.fd, buffer[: head.record_bytes], file.size)
+        size = head.record_bytes
+        file = self._file_for(GRAVE_COPIES * size)
+        buffer = aligned_buffer(GRAVE_COPIES * size)
+        for start in range(0, GRAVE_COPIES * size, size):
+            write_head(head, buffer[start : start + BLOCK_BYTES])
+            buffer[start + BLOCK_BYTES : start + BLOCK_BYTES + len(value)] = value
+        self._files.write(file.fd, buffer[: GRAVE_COPIES * size], file.size)
         with self._lock:
-            file.size += head.record_bytes
+            file.size += GRAVE_COPIES * size
             file.graves += graves
             self._highest = max(self._highest, head.generation)
             self.kept_graves |= {grave: None for grave in graves if grave.behalf}
@@ -330,9 +347,11 @@ class SsdLog:
         file, self._active = self._active, None
         if file is None:
             return
-        with contextlib.suppress(OSError):
+        try:
             self._files.sync(file.fd)
             self._files.truncate(file.fd, file.size)
+        except OSError:
+            self._has_ghosts = True  # of a write that failed: some of its records may be whole
         self._tick += 1
         file.used = max(file.used, self._tick)
         file.sealed_tick = self._tick
@@ -382,13 +401,14 @@ class SsdLog:
         return moved
 
     def _unlink(self, file: LogFile) -> None:
-        """The name goes at once; the descriptor when its last reader is done."""
+        """The name goes at once, for good: nobody writes tombstones for what was in it. The descriptor when its last reader is done."""
         with self._lock:
             self._by_number.pop(file.number, None)
             file.doomed = True
             close = file.readers == 0
         with contextlib.suppress(OSError):
             self._files.unlink(file.number)
+            self._files.sync_directory()
         if close:
             self._let_go(file)
 
@@ -397,6 +417,10 @@ class SsdLog:
         with contextlib.suppress(OSError):
             self._files.truncate(file.fd, 0)
         self._files.close(file.fd)
+
+
+def _graves_bytes(graves: Sequence[Grave]) -> int:
+    return GRAVE_COPIES * (BLOCK_BYTES + padded(len(encode_graves([*graves]))))
 
 
 def _runs(items: Sequence[Item], limit: int) -> list[list[Item]]:
