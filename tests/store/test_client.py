@@ -14,7 +14,8 @@ from forebay.store import AsyncStoreClient, Status, StoreClient
 from forebay.store.client.holders import LocalChannel
 from forebay.store.client.lent import Lent, lendable
 from forebay.store.client.prefetcher import PrefetchOptions
-from forebay.store.holder.log.files import Directory
+from forebay.store.holder import node
+from forebay.store.holder.log.files import Directory, write_whole
 from forebay.store.holder.writer import Fsync
 from forebay.store.master.records import MasterConfig
 from forebay.store.wire import auth
@@ -240,6 +241,26 @@ def test_a_full_disk_leaves_a_memory_store_that_says_so_and_recovers(tmp_path: P
         keys = fill(client, 3, prefix=b"after")
         wait_for(lambda: all(SSD in tier for tier in client.tiers(keys)), what="logged again")
         assert holder.log is not None
+
+
+def test_a_holder_on_a_full_disk_meets_a_new_one_and_remembers_it_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(file: Path, text: str) -> None:
+        if file.name == "peers":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write_whole(file, text)
+
+    with cluster(quick()) as nodes:
+        first = nodes.holder(4 * MIB, tmp_path / "first")
+        client = nodes.client()
+        with monkeypatch.context() as full:
+            full.setattr(node, "write_whole", refuse)
+            second = nodes.holder(4 * MIB, tmp_path / "second")
+            wait_for(lambda: second.name in first.peers)
+            assert first.serving and client.put(b"k", b"v") is Status.OK
+            assert not (tmp_path / "first" / "peers").exists()
+        wait_for(
+            lambda: (tmp_path / "first" / "peers").exists() and (tmp_path / "first" / "peers").read_text().split() == [second.name]
+        )
 
 
 def test_fsync_always_answers_a_put_only_when_it_is_in_the_log(nodes: Cluster, tmp_path: Path, local: bool) -> None:

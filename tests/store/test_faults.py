@@ -222,6 +222,20 @@ def test_a_wall_clock_that_jumps_back_by_years_costs_nothing(tmp_path: Path, mon
             assert client.get(b"k") == b"second" and client.exists([b"old"]) == [False]
 
 
+def test_a_start_that_was_cut_off_before_the_log_had_a_name_is_made_up_for(nodes: Farm) -> None:
+    (nodes.path / "h").mkdir()
+    (nodes.path / "h" / "name").touch()
+    master = nodes.master()
+    holder = nodes.holder(master)
+    with StoreClient.connect(master.url) as client:
+        wait_for(lambda: all_usable(client, 1))
+        (name,) = [entry.name for entry in client.holders().holders]
+        holder.kill()
+        nodes.again(holder)
+        wait_for(lambda: all_usable(client, 1))
+        assert [entry.name for entry in client.holders().holders] == [name]
+
+
 def test_kill_leaves_no_shared_memory_behind(nodes: Farm) -> None:
     master = nodes.master()
     holder = nodes.holder(master)

@@ -164,6 +164,34 @@ def test_a_damaged_head_hides_its_record_but_not_those_behind_it(tmp_path: Path)
     log.close()
 
 
+@pytest.mark.parametrize("from_, to", [(1, 2), (1, 3), (0, 3)])
+def test_a_part_that_cannot_be_read_hides_its_records_and_destroys_nothing(tmp_path: Path, from_: int, to: int) -> None:
+    """Of three records those from ``from_`` to before ``to``."""
+
+    class Sick(Directory):
+        ill = True
+
+        def read(self, fd: int, into: memoryview, at: int) -> int:
+            if self.ill and from_ * size <= at < to * size:
+                raise OSError(errno.EIO, "Input/output error")
+            return super().read(fd, into, at)
+
+    size = BLOCK_BYTES + padded(9000)
+    log = SsdLog(Directory(tmp_path), 1 << 30)
+    log.append([item(b"k%d" % index, bytes([index]) * 9000, index + 1) for index in range(3)])
+    log.close()
+    files = Sick(tmp_path)
+    log = SsdLog(files, 1 << 30)
+    assert [log.has(TENANT, b"k%d" % index, index + 1) for index in range(3)] == [not from_ <= index < to for index in range(3)]
+    log.append([item(b"new", b"n", 4)])
+    log.close()
+    files.ill = False
+    log = SsdLog(files, 1 << 30)
+    assert [read(log, b"k%d" % index, index + 1) for index in range(3)] == [bytes([index]) * 9000 for index in range(3)]
+    assert read(log, b"new", 4) == b"n"
+    log.close()
+
+
 def test_the_size_is_kept_by_whole_files_in_order_of_use_and_hot_records_are_moved(tmp_path: Path) -> None:
     capacity = 32 * MIB
     log = SsdLog(Directory(tmp_path), capacity)

@@ -8,6 +8,7 @@ It serves only while it is registered and its loop has not stood still for longe
 
 import asyncio
 import contextlib
+import re
 import secrets as random_bytes
 import ssl
 import time
@@ -19,7 +20,7 @@ from pathlib import Path
 from forebay.store.address import Address, this_machine
 from forebay.store.holder.data import DataServer, Receipt
 from forebay.store.holder.door import Door
-from forebay.store.holder.log.files import Directory, Files, Lock
+from forebay.store.holder.log.files import Directory, Files, Lock, write_whole
 from forebay.store.holder.log.hints import LogHints
 from forebay.store.holder.log.index import covers
 from forebay.store.holder.log.log import SsdLog
@@ -57,6 +58,7 @@ from forebay.store.wire.messages import (
 BEAT_S = 0.5
 DRAIN_S = 10.0
 MAX_CONNECTIONS = 10_000
+_NAME = re.compile(r"[!-~]{1,64}")
 
 
 class HolderError(Exception):
@@ -120,6 +122,7 @@ class Holder:
         self._was_broken = False
         self.failed = asyncio.Event()
         self.peers: list[str] = []
+        self._peers_unsaved = False
         self._lock: Lock | None = None
         self.log: SsdLog | None = None
         self._writer: LogWriter | None = None
@@ -218,11 +221,7 @@ class Holder:
             self._lock = Lock(directory)
         except BlockingIOError as error:
             raise HolderError(f"SSD directory {directory} is in use by another holder; give each its own") from error
-        named = directory / "name"
-        if named.exists():
-            self.name = named.read_text().strip()
-        else:
-            named.write_text(self.name)
+        self.name = self._name_of(directory / "name")
         with contextlib.suppress(FileNotFoundError):
             self.peers = (directory / "peers").read_text().split()
         files = self._files or Directory(directory)
@@ -230,6 +229,15 @@ class Holder:
         if self._secrets.tenants <= 1 and isinstance(files, Directory) and files.direct:
             self._hints = LogHints(directory, self.config.ssd_bytes)
             self.log.tell(self._hints)
+
+    def _name_of(self, file: Path) -> str:
+        """Made with the log, and kept with it. An empty one is of a start that was cut off before anybody was told it."""
+        known = file.read_text().strip() if file.exists() else ""
+        if known and not _NAME.fullmatch(known):
+            raise HolderError(f"{file} holds no name (1 to 64 printable characters): restore it, or empty the whole directory")
+        if not known:
+            write_whole(file, self.name + "\n")
+        return known or self.name
 
     def _accept(self) -> Connection:
         self._numbers += 1
@@ -243,6 +251,7 @@ class Holder:
             now = time.monotonic()
             self._check_stood_still(now)
             self._beaten = now
+            self._save_peers()
             used = self.log.used_bytes if self.log is not None else 0
             state = self._writer.state if self._writer is not None else "none"
             self._link.send(Beat(used, state[:MAX_LINE_CHARS], state == "ok"))
@@ -346,10 +355,15 @@ class Holder:
         if known == self.peers:
             return
         self.peers = known
-        if self.config.ssd is not None:
-            beside = self.config.ssd / "peers.new"
-            beside.write_text("\n".join(known) + "\n")
-            beside.replace(self.config.ssd / "peers")
+        self._peers_unsaved = self.config.ssd is not None
+        self._save_peers()
+
+    def _save_peers(self) -> None:
+        """What a full disk refuses is tried again with every beat."""
+        if self._peers_unsaved and self.config.ssd is not None:
+            with contextlib.suppress(OSError):
+                write_whole(self.config.ssd / "peers", "\n".join(self.peers) + "\n")
+                self._peers_unsaved = False
 
     def _bury(self, message: Bury) -> None:
         for grave in message.graves:

@@ -120,6 +120,21 @@ class Directory:
         return True
 
 
+def write_whole(file: Path, text: str) -> None:
+    """``file`` has ``text``, or what it had before, also after a power cut. Raises ``OSError``."""
+    beside = file.with_name(file.name + ".new")
+    with beside.open("w") as out:
+        out.write(text)
+        out.flush()
+        os.fsync(out.fileno())
+    beside.replace(file)
+    directory = os.open(file.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
+
+
 class Lock:
     """The directory is this process's alone until ``release``. Raises ``BlockingIOError`` if it is another's."""
 

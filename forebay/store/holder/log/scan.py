@@ -1,7 +1,7 @@
 """A log file from its front, as far as it can be believed: used when a holder starts, and by fsck.
 
-A record whose head is damaged is skipped block by block; one that ends beyond the file is the torn tail of a write that was cut off.
-Values are not read here (a start would take as long as reading the whole log): a read checks its own.
+A record whose head is damaged or cannot be read is skipped block by block; one that ends beyond the file is the torn tail of a
+write that was cut off. Values are not read here (a start would take as long as reading the whole log): a read checks its own.
 """
 
 from collections.abc import Iterator
@@ -11,6 +11,8 @@ from forebay.store.crc import crc32c
 from forebay.store.holder.log.files import Files, aligned_buffer
 from forebay.store.holder.log.record import BLOCK_BYTES, Head, Kind, RecordError, decode_graves, padded, read_head
 from forebay.store.wire.messages import Grave
+
+MAX_UNREADABLE = 256  # blocks of one file, each of which may take the disk seconds: then the rest of it is left alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,15 +33,16 @@ class Damage:
 
 
 def scan(files: Files, fd: int) -> Iterator[Found | Damage]:
-    """Raises ``OSError`` if the file cannot be read at all."""
+    """Raises ``OSError`` if the file has no size. What cannot be read is never a tail: it may be readable next time."""
     size = files.size(fd)
     block = aligned_buffer(BLOCK_BYTES)
-    position, bad_from, why = 0, -1, ""
-    while position < size:
+    position, bad_from, why, unreadable = 0, -1, "", 0
+    while position < size and unreadable < MAX_UNREADABLE:
         try:
             found = _record_at(files, fd, block, position, size)
-        except RecordError as error:
+        except (RecordError, OSError) as error:
             bad_from, why = (position, str(error)) if bad_from < 0 else (bad_from, why)
+            unreadable += isinstance(error, OSError)
             position += BLOCK_BYTES
             continue
         if bad_from >= 0:
@@ -48,13 +51,16 @@ def scan(files: Files, fd: int) -> Iterator[Found | Damage]:
         yield found
         position += found.head.record_bytes
     if bad_from >= 0:
-        yield Damage(bad_from, size - bad_from, why, tail=True)
+        yield Damage(bad_from, size - bad_from, why, tail=not unreadable)
 
 
 def value_is_good(files: Files, fd: int, found: Found) -> bool:
     """Read a whole value and check its CRC32C."""
     buffer = aligned_buffer(padded(found.head.value_bytes))
-    count = files.read(fd, buffer[: padded(found.head.value_bytes)], found.position + BLOCK_BYTES)
+    try:
+        count = files.read(fd, buffer[: padded(found.head.value_bytes)], found.position + BLOCK_BYTES)
+    except OSError:
+        return False
     length = found.head.value_bytes
     return count >= length and crc32c(buffer[:length]) == found.head.value_crc
 
