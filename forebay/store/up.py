@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import gc
+import resource
 import signal
 import ssl
 from collections.abc import Callable, Sequence
@@ -82,6 +83,8 @@ def run(roles: Roles, started: Callable[[Running], None]) -> None:
             loop.add_signal_handler(number, ended.set)
         await serve(roles, started, ended)
 
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # the default soft limit is often 1,024
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     gc.set_threshold(100_000, 20, 50)  # the master's tables are large, live long, and are freed by counting
     with contextlib.suppress(KeyboardInterrupt):
         uvloop.run(main())

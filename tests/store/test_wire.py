@@ -6,13 +6,14 @@ import socket
 import ssl
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forebay.store import Status
-from forebay.store.wire import auth, connection, frames
+from forebay.store import Status, StoreClient
+from forebay.store.wire import auth, connection, frames, listener
 from forebay.store.wire.frames import PREFIX, BodyDecoder, FrameError, encode, read_prefix
 from forebay.store.wire.messages import (
     MAX_KEYS,
@@ -30,6 +31,7 @@ from forebay.store.wire.messages import (
     Place,
     PutStart,
     ReadMemory,
+    Refused,
     Register,
     Role,
     Slice,
@@ -41,6 +43,7 @@ from forebay.store.wire.messages import (
 from forebay.store.wire.tls import client_context
 from tests.store.fuzz_frames import ListTransport
 from tests.store.store_cluster import CERTIFICATE, Cluster, cluster, wait_for
+from tests.store.store_process import farm
 
 GOLDEN: list[tuple[Message, str]] = [
     (Exists(1, [b"k"]), "010000000d000000000000000000000093a64578697374730191c4016b"),
@@ -246,6 +249,49 @@ def test_slow_peers_are_dropped_at_every_stage(nodes: Cluster, port: int) -> Non
                 break  # it was told why, or cut off
     assert time.monotonic() - begun < 5.0, "it would have taken 12 s to send"
     assert is_dropped(slow) and is_dropped(silent)
+
+
+@pytest.mark.parametrize("tls", [False, True])
+def test_a_crowd_of_strangers_keeps_nobody_out(monkeypatch: pytest.MonkeyPatch, tls: bool) -> None:
+    """Of too many that do not say who they are the oldest go, at once, and peers stay."""
+    monkeypatch.setattr(listener, "MAX_STRANGERS", 8)
+    monkeypatch.setattr(connection, "OPENING_S", 600.0)
+    with cluster(tls=tls) as nodes:
+        nodes.holder()
+        early = nodes.client(allow_local=False)
+        assert early.put(b"k", b"value") is Status.OK
+        for port in (nodes.address.port, nodes.holders[0].address.port):
+            silent = [socket.create_connection(("127.0.0.1", port), 5) for _ in range(40)]
+            late = nodes.client(allow_local=False)
+            assert late.get(b"k") == early.get(b"k") == b"value"
+            assert all(is_dropped(sock) for sock in silent[:32])
+            assert not is_dropped(silent[-1], 0.05)
+            for sock in silent:
+                sock.close()
+
+
+def test_at_most_so_many_connections_are_served_and_more_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    with cluster() as nodes:
+        monkeypatch.setattr(listener, "MAX_CONNECTIONS", 3)
+        peers = [opened(nodes, nodes.address.port) for _ in range(3)]
+        too_many = connected(nodes, nodes.address.port)
+        assert _next(too_many) == Refused("more than 3 connections") and is_dropped(too_many)
+        peers.pop().close()
+        wait_for(lambda: nodes.master is not None and len(nodes.master._connections) == 2)
+        peers.append(opened(nodes, nodes.address.port))
+        for sock in peers:
+            sock.close()
+
+
+def test_descriptors_that_run_out_are_taken_from_strangers(tmp_path: Path) -> None:
+    with farm(tmp_path) as nodes:
+        nodes.prelude = "import resource\nresource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))"
+        port = int(nodes.run("up", "--listen", "127.0.0.1:0", "--dram", "8MiB").url.rpartition(":")[2])
+        silent = [socket.create_connection(("127.0.0.1", port), 5) for _ in range(150)]
+        with StoreClient.connect(f"forebay://127.0.0.1:{port}", timeout_s=10.0) as client:
+            assert client.put(b"k", b"value") is Status.OK and client.get(b"k") == b"value"
+        for sock in silent:
+            sock.close()
 
 
 class StuckTransport(ListTransport):

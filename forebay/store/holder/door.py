@@ -31,6 +31,7 @@ from forebay.store.wire.frames import (
     encode,
     read_prefix,
 )
+from forebay.store.wire.listener import MAX_STRANGERS
 from forebay.store.wire.messages import Hello, Refused
 
 MAX_STAGING_BYTES = 1 << 30
@@ -59,7 +60,7 @@ class Door:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         self._socket.bind("\0" + self.name)
         self._socket.listen(128)
-        self._openings: set[asyncio.Task[None]] = set()
+        self._openings: dict[asyncio.Task[None], None] = {}  # in the order they began
         self._accepting = asyncio.create_task(self._accept())
 
     async def close(self) -> None:
@@ -78,9 +79,11 @@ class Door:
                 await asyncio.sleep(ACCEPT_AGAIN_S)
                 continue
             peer.setblocking(False)
+            if len(self._openings) >= MAX_STRANGERS:  # as at the other entrance (`wire.listener`)
+                next(iter(self._openings)).cancel()
             task = asyncio.create_task(self._open(peer))
-            self._openings.add(task)
-            task.add_done_callback(self._openings.discard)
+            self._openings[task] = None
+            task.add_done_callback(self._openings.pop)
 
     async def _open(self, peer: socket.socket) -> None:
         """Let one client in, or close its socket."""

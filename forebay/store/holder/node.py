@@ -31,7 +31,8 @@ from forebay.store.holder.reads import LogReads
 from forebay.store.holder.segment import Segment
 from forebay.store.holder.writer import Append, BuryJob, ForgetJob, Fsync, LogWriter, Report
 from forebay.store.wire import auth
-from forebay.store.wire.connection import Connection, listen, watch
+from forebay.store.wire.connection import Connection, watch
+from forebay.store.wire.listener import Listener
 from forebay.store.wire.messages import (
     MAX_ENTRIES,
     MAX_LINE_CHARS,
@@ -57,7 +58,6 @@ from forebay.store.wire.messages import (
 
 BEAT_S = 0.5
 DRAIN_S = 10.0
-MAX_CONNECTIONS = 10_000
 _NAME = re.compile(r"[!-~]{1,64}")
 
 
@@ -130,7 +130,7 @@ class Holder:
         self._promoter: Promoter | None = None
         self._door: Door | None = None
         self._hints: LogHints | None = None
-        self._server: asyncio.Server | None = None
+        self._listener: Listener | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
     @property
@@ -165,8 +165,8 @@ class Holder:
             self._reads = LogReads(self.log, self._damaged)
             self._promoter = Promoter(self.memory, self.segment, self._reads, self._link, self)
         self.data = DataServer(self, self._reads, self._promoter, self._secrets)
-        self._server = await listen(self._accept, self.address, self.config.tls)
-        self.address = Address(self.address.host, self._server.sockets[0].getsockname()[1])
+        self._listener = await Listener.open(self.address, self._accept, self._connections, self.config.tls)
+        self.address = Address(self.address.host, self._listener.port)
         if self._secrets.tenants <= 1:
             self._door = Door(self.data, self.segment, self._secrets, self._connections, self._hints)
         self._tasks = [
@@ -189,16 +189,14 @@ class Holder:
         self.serving = False
         if self._door is not None:
             await self._door.close()
-        if self._server is not None:
-            self._server.close()
+        if self._listener is not None:
+            await self._listener.close()
         for task in self._tasks:
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await task
         for connection in list(self._connections.values()):
             connection.abort()
-        if self._server is not None:
-            await self._server.wait_closed()
         if self._promoter is not None:
             await self._promoter.close()
         loop = asyncio.get_running_loop()
@@ -241,10 +239,7 @@ class Holder:
 
     def _accept(self) -> Connection:
         self._numbers += 1
-        connection = Connection(self.data, self._numbers, self._connections)
-        if len(self._connections) >= MAX_CONNECTIONS:
-            self._loop.call_soon(connection.drop, f"more than {MAX_CONNECTIONS} connections")
-        return connection
+        return Connection(self.data, self._numbers, self._connections)
 
     async def _beat(self) -> None:
         while True:

@@ -15,7 +15,7 @@ from forebay.store.master import claims
 from forebay.store.master.machine import Connected, Disconnected, Event, FromClient, FromHolder, Master, Ticked
 from forebay.store.master.records import Close, MasterConfig
 from forebay.store.wire import auth
-from forebay.store.wire.connection import Connection, listen, watch
+from forebay.store.wire.connection import Connection, watch
 from forebay.store.wire.frames import (
     FrameError,
     Prefix,
@@ -23,10 +23,10 @@ from forebay.store.wire.frames import (
     decode_holder_to_master,
     encode,
 )
+from forebay.store.wire.listener import Listener
 from forebay.store.wire.messages import Challenge, Hello, Role, Welcome
 
 TICK_S = 0.05
-MAX_CONNECTIONS = 10_000
 
 
 class MasterServer:
@@ -47,13 +47,13 @@ class MasterServer:
         )
         self._connections: dict[int, Connection] = {}
         self._numbers = 0
-        self._server: asyncio.Server | None = None
+        self._listener: Listener | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
         """Raises ``OSError`` if the address cannot be listened on."""
-        self._server = await listen(self._accept, self.address, self._tls)
-        self.address = Address(self.address.host, self._server.sockets[0].getsockname()[1])
+        self._listener = await Listener.open(self.address, self._accept, self._connections, self._tls)
+        self.address = Address(self.address.host, self._listener.port)
         self._tasks = [asyncio.create_task(self._tick()), asyncio.create_task(watch(self._connections))]
 
     async def stop(self) -> None:
@@ -61,18 +61,15 @@ class MasterServer:
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await task
-        if self._server is not None:
-            self._server.close()
+        if self._listener is not None:
+            await self._listener.close()
             for connection in list(self._connections.values()):
                 connection.abort()
-            await self._server.wait_closed()
+            await asyncio.sleep(0)
 
     def _accept(self) -> Connection:
         self._numbers += 1
-        connection = Connection(self, self._numbers, self._connections)
-        if len(self._connections) >= MAX_CONNECTIONS:
-            asyncio.get_running_loop().call_soon(connection.drop, f"more than {MAX_CONNECTIONS} connections")
-        return connection
+        return Connection(self, self._numbers, self._connections)
 
     # ------------------------------------------------------------------------------------------ Handler
 

@@ -8,13 +8,11 @@ second per MiB, not reading answers for 30 s. While it does not read, it is not 
 """
 
 import asyncio
-import ssl
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
-from forebay.store.address import Address
 from forebay.store.wire import auth
 from forebay.store.wire.frames import (
     MAX_BODY_BYTES,
@@ -62,12 +60,14 @@ class Handler(Protocol):
 
 
 class Connection(asyncio.BufferedProtocol):
-    """One peer. ``state`` belongs to the handler. ``peer`` is None until the opening is done."""
+    """One peer. ``state`` belongs to the handler. ``peer`` is None until the opening is done. ``over``: it has ended, or never
+    began."""
 
     def __init__(self, handler: Handler, number: int, registry: dict[int, "Connection"], opened: Hello | None = None) -> None:
         self.number = number
         self.peer = opened
         self.state: object = None
+        self.over = False
         self._handler = handler
         self._registry = registry
         self._challenge = auth.challenge()
@@ -101,6 +101,7 @@ class Connection(asyncio.BufferedProtocol):
             self._deadline = 0.0
 
     def connection_lost(self, exc: BaseException | None) -> None:
+        self.over = True
         self._registry.pop(self.number, None)
         self._writable.set()
         self._transport = None
@@ -297,20 +298,6 @@ class Connection(asyncio.BufferedProtocol):
 
     def _allow(self, count: int) -> None:
         self._deadline = time.monotonic() + FRAME_S + count / FRAME_BYTES_PER_S
-
-
-async def listen(accept: Callable[[], Connection], address: Address, tls: ssl.SSLContext | None) -> asyncio.Server:
-    """Serve connections at ``address``, inside TLS if ``tls`` is given. Raises ``OSError``."""
-    limit_s = None if tls is None else OPENING_S
-    return await asyncio.get_running_loop().create_server(
-        accept,
-        address.host,
-        address.port,
-        backlog=1024,
-        ssl=tls,
-        ssl_handshake_timeout=limit_s,
-        ssl_shutdown_timeout=limit_s,
-    )
 
 
 async def watch(registry: dict[int, Connection], every_s: float = 1.0) -> None:
