@@ -6,6 +6,7 @@ registry.register(ClientCollector(client))         ->  a client's, in its own pr
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 from wsgiref.simple_server import WSGIServer
 
 from prometheus_client import CollectorRegistry, start_http_server
@@ -104,6 +105,9 @@ class ClientCollector(Collector):
         yield _counter("throttle", "Keys by the state that their prefetch came to", ("state",), states)
 
 
+SILENT_S = 5.0  # whoever asks for nothing is given no thread for longer
+
+
 class Endpoint:
     """``/metrics`` of one process on a thread of its own, until ``close``. Raises ``OSError`` if the port is not to be had."""
 
@@ -115,6 +119,8 @@ class Endpoint:
             registry.register(HolderCollector(holders))
         self._server: WSGIServer
         self._server, self._thread = start_http_server(address.port, address.host, registry)
+        handler: Any = self._server.RequestHandlerClass
+        self._server.RequestHandlerClass = type(handler.__name__, (handler,), {"timeout": SILENT_S})
         self.port = int(self._server.server_port)
 
     def close(self) -> None:

@@ -38,7 +38,7 @@ from forebay.store.wire.messages import (
 @dataclass
 class FakeHolder:
     """``acks``: whether burials are confirmed at once, or kept in ``unacked`` until the test says so; ``tells``: whether it sends its
-    inventory by itself."""
+    inventory by itself; ``beats``: whether anything is heard of it when time passes."""
 
     name: str
     memory_bytes: int = 1 << 20
@@ -46,6 +46,7 @@ class FakeHolder:
     instance: str = "a"
     acks: bool = True
     tells: bool = True
+    beats: bool = True
     session: int = 0
     number: int = 0
     token_key: bytes = b""
@@ -100,7 +101,7 @@ class World:
     def later(self, seconds: float) -> None:
         """Time passes, in which holders go on beating."""
         self.now += seconds
-        for holder in list(self.holders.values()):
+        for holder in [one for one in self.holders.values() if one.beats]:
             self.step(FromHolder(holder.session, Beat(0, "ok" if holder.ssd_bytes else "none", holder.ssd_bytes > 0)))
         self.step(Ticked())
 

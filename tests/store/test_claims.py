@@ -288,13 +288,16 @@ def test_a_holder_that_beats_and_never_tells_what_it_has_keeps_nobody_waiting() 
     world.holder(FakeHolder("honest"))
     client, liar = world.client(), world.holder(FakeHolder("liar", tells=False))
     assert exists(world, client, b"nowhere") == [Status.UNAVAILABLE], "it may have it"
-    for _ in range(9):
+    for number in range(8):
         world.later(1.0)
-        assert world.closed == []
-    world.step(FromHolder(liar.session, Inventory(0, [], [], [], False)))
-    for _ in range(10):
+        world.step(FromHolder(liar.session, Inventory(number, [], [], [], False)))
+        assert world.closed == [], "it may take its time"
+    records = [HeldSsd("default", b"%d" % number, 1, 1) for number in range(5000)]
+    world.step(FromHolder(liar.session, Inventory(8, [], records, [], False)))
+    for number in range(9, 16):
         world.later(1.0)
-        assert world.closed == [], "it goes on"
+        world.step(FromHolder(liar.session, Inventory(number, [], [], [], False)))
+        assert world.closed == [], "it told something"
     world.later(1.0)
-    assert world.closed == [liar.session]
+    assert world.closed == [liar.session], "telling nothing, however often, buys no time"
     assert exists(world, client, b"nowhere") == [Status.NOT_FOUND]

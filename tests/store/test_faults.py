@@ -127,6 +127,27 @@ def test_a_holder_stopped_for_longer_than_a_lease_serves_nothing_old_when_it_goe
     assert traffic.wrong == []
 
 
+@pytest.mark.slow
+def test_a_removal_does_not_wait_for_a_stopped_holder_for_ever_and_lasts_when_it_goes_on(nodes: Farm) -> None:
+    master = nodes.master()
+    stopped = nodes.holder(master, "h1")
+    with StoreClient.connect(master.url, timeout_s=2.0) as client:
+        wait_for(lambda: client.put(b"gone", value(b"gone")) in (Status.OK, Status.EXISTS))
+        wait_for(lambda: logged_everywhere(client, 1))
+        nodes.holder(master, "h2")
+        wait_for(lambda: all_usable(client, 2))
+        stopped.stop()
+        assert client.remove([b"gone"]) == [Status.TIMEOUT]
+        wait_for(lambda: client.stats().counters.get("holder_lost") == 1, 30.0, "it is taken for gone")
+        stopped.resume()
+        assert_whole(client, set(), {b"gone"})
+        wait_for(lambda: all_usable(client, 2), RECOVERY_S)
+        stopped.kill()
+        nodes.again(stopped)
+        wait_for(lambda: all_usable(client, 2), RECOVERY_S)
+        assert_whole(client, set(), {b"gone"})
+
+
 DYING_WRITER = """
 import os, signal, sys, time
 from forebay.store import StoreClient

@@ -511,6 +511,39 @@ def test_silence_makes_a_holder_suspect_within_two_seconds_and_any_word_ends_it(
     assert exists(world, client, b"k") == [OK]
 
 
+def test_what_waits_for_a_silent_holder_does_not_wait_for_ever() -> None:
+    """Its machine vanished: no connection ends. Another one keeps the removal for it."""
+    world = World(quiet())
+    gone, client = world.holder(FakeHolder("gone")), world.client()
+    put(world, client, b"k")
+    keeper = world.holder(FakeHolder("keeper"))
+    gone.acks = gone.beats = False
+    world.ask(client, Remove(9, [b"k"]))
+    before = len(world.inbox[client])
+    for _ in range(13):
+        assert world.closed == [] and len(world.inbox[client]) == before
+        world.later(1.0)
+    world.later(1.0)
+    assert world.closed == [gone.session]
+    assert world.inbox[client][before:] == [Codes(9, bytes([OK]))] and [grave.behalf for grave in keeper.graves] == ["gone"]
+
+
+def test_a_writer_that_does_not_go_on_loses_its_put_and_nobody_waits_for_it() -> None:
+    world = World(quiet())
+    world.holder(FakeHolder("h"))
+    idler, client = world.client(), world.client()
+    granted = world.call(idler, PutStart(1, [b"k"], [PAGE]))
+    assert isinstance(granted, Granted)
+    for _ in range(59):
+        world.later(1.0)
+    assert world.master.state.tenants["default"].pending
+    for _ in range(3):
+        world.later(1.0)
+    assert world.master.state.counters["puts_expired"] == 1 and put(world, client, b"k") == OK
+    assert world.call(idler, PutEnd(3, [b"k"], [granted.grants[0].generation], [()])) == Codes(3, bytes([NOT_FOUND]))
+    assert exists(world, client, b"k") == [OK]
+
+
 def test_an_object_whose_file_was_evicted_is_gone_and_list_agrees_with_exists() -> None:
     """N4 and N5."""
     world = World(quiet(high_watermark=1.0, low_watermark=1.0))

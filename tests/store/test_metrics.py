@@ -1,14 +1,16 @@
 """Prometheus metrics: they are off unless asked for, parse, and count what was done."""
 
+import socket
 import urllib.request
 from pathlib import Path
 
+import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from forebay.store import Status, StoreClient
+from forebay.store import Status, StoreClient, metrics
 from forebay.store.metrics import ClientCollector
-from tests.store.store_cluster import wait_for
+from tests.store.store_cluster import LOCALHOST, wait_for
 from tests.store.store_process import farm
 from tests.store.test_cli_store import run
 
@@ -51,3 +53,16 @@ def test_master_holder_and_client_tell_what_they_did(tmp_path: Path) -> None:
         port = str(holder.said["metrics"]).split(":")[2].split("/")[0]
         done = run("master", "--listen", "127.0.0.1:0", "--metrics-port", port)
         assert done.exit_code == 2 and "in use" in done.output, done.output
+
+
+def test_whoever_asks_for_nothing_is_sent_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics, "SILENT_S", 0.2)
+    endpoint = metrics.Endpoint(LOCALHOST, None, [])
+    try:
+        for said in (b"", b"GET /metr"):
+            with socket.create_connection(("127.0.0.1", endpoint.port), 10) as silent:
+                silent.sendall(said)
+                while silent.recv(4096):
+                    pass
+    finally:
+        endpoint.close()

@@ -337,6 +337,15 @@ def test_a_writer_that_stops_half_way_is_dropped_and_its_range_is_not_readable(n
     assert client.get(b"half") is None
 
 
+def test_a_payload_that_stands_still_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, nodes: Cluster) -> None:
+    """However much time so many bytes may take."""
+    monkeypatch.setattr(connection, "FRAME_BYTES_PER_S", 1)
+    piece = Piece(b"endless", 1, 0, 1 << 40, 0, b"12345678")
+    sock = opened(nodes, nodes.holders[0].address.port)
+    sock.sendall(encode(Write(1, [piece]), 1 << 40) + b"x" * 500)
+    assert is_dropped(sock)
+
+
 def test_a_stranger_cannot_write_without_the_masters_token_nor_read_what_is_not_its_own(nodes: Cluster) -> None:
     holder = nodes.holders[0]
     client = nodes.client("victim", allow_local=False)

@@ -75,7 +75,7 @@ class Master:
     def __init__(self, config: MasterConfig, now: float, *, epoch: int, first_generation: int = 1, secret: bytes = b"") -> None:
         self.state = State(config, epoch, now, first_generation)
         self._bound = claims.Bound(now, first_generation)
-        self._told: dict[int, float] = {}  # session of a holder -> when it registered or told a piece of its inventory
+        self._tells_until: dict[int, float] = {}  # session of a holder -> when its inventory must be over, unless it goes on
         self._secret = secret
 
     def step(self, now: float, event: Event) -> list[Effect]:
@@ -155,7 +155,7 @@ class Master:
             state.out.append(Close(session, f"generation {claimed} is one that no master can have given out by now"))
             return
         if isinstance(message, Register | Inventory):
-            self._told[session] = now
+            self._tells_until[session] = membership.tells_until(now, self._tells_until.get(session), message)
         if isinstance(message, Register):
             if state.sessions[session].holder is not None:
                 state.out.append(Close(session, "a holder registers once on a connection"))
@@ -191,8 +191,9 @@ class Master:
         state = self.state
         membership.open_if_heard(state, now)
         membership.suspect_silent(state, now)
-        membership.drop_slow_tellers(state, now, self._told)
+        membership.drop_slow_tellers(state, now, self._tells_until)
         promotion.expire(state, now)
+        puts.expire(state, now)
         space.free_drained(state, now)
         if state.waiting:
             puts.retry_waiting(state, now)
@@ -204,7 +205,7 @@ class Master:
             return
         puts.writer_lost(state, owner)
         del state.sessions[session]
-        self._told.pop(session, None)
+        self._tells_until.pop(session, None)
         if owner.holder is not None and owner.holder.session == session:
             membership.lost(state, owner.holder)
         puts.retry_waiting(state, now)

@@ -30,6 +30,8 @@ from forebay.store.wire.messages import (
 
 RESTART_GRACE_S = 1.0
 INVENTORY_S = 10.0
+INVENTORY_ENTRIES_PER_S = 1000  # a hundredth of what holders tell
+GONE_SILENCES = 5  # after so many times ``silence_s`` more, who is suspected is taken for gone
 
 
 def register(state: State, now: float, session: int, message: Register, token_key: bytes) -> None:
@@ -129,19 +131,31 @@ def heard(holder: Holder, now: float) -> None:
 
 
 def suspect_silent(state: State, now: float) -> None:
+    """A machine that vanished says no farewell: what waits for it (removals) must not wait for ever, so others stand in for it then."""
     for holder in state.holders.values():
         if holder.present and not holder.suspect and now - holder.last_seen > state.config.silence_s:
-            holder.suspect = True
+            holder.suspect, holder.suspect_since = True, now
             holder.settle()
             state.count("holder_suspected")
+        elif holder.present and holder.suspect and now - holder.suspect_since > GONE_SILENCES * state.config.silence_s:
+            state.out.append(Close(holder.session, "silent for too long"))
 
 
-def drop_slow_tellers(state: State, now: float, told: dict[int, float]) -> None:
-    """Whoever does not go on with its inventory may not keep everybody waiting for what it has (`State.absent_code`). ``told``: session
-    -> when it registered or told a piece last."""
+def tells_until(now: float, until: float | None, message: Register | Inventory) -> float:
+    """When an inventory must be over that ``message`` begins or goes on with: `INVENTORY_S` from now at most, and only as much later
+    than before (``until``) as what it tells is worth."""
+    if until is None or isinstance(message, Register):
+        return now + INVENTORY_S
+    told = len(message.memory) + len(message.ssd) + len(message.graves)
+    return min(now + INVENTORY_S, until + told / INVENTORY_ENTRIES_PER_S)
+
+
+def drop_slow_tellers(state: State, now: float, until: dict[int, float]) -> None:
+    """Whoever does not go on with its inventory may not keep everybody waiting for what it has (`State.absent_code`). ``until``: by
+    session (`tells_until`)."""
     for holder in state.holders.values():
-        if holder.present and not holder.complete and now - told[holder.session] > INVENTORY_S:
-            state.out.append(Close(holder.session, f"no piece of its inventory came for {INVENTORY_S:g} s"))
+        if holder.present and not holder.complete and now > until[holder.session]:
+            state.out.append(Close(holder.session, f"its inventory stood still for {INVENTORY_S:g} s"))
 
 
 def persisted(state: State, holder: Holder, message: Persisted) -> None:

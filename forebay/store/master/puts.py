@@ -1,6 +1,7 @@
 """Writes: start, end, revoke, and puts that wait for room (rules S3 and S7).
 
-A put is invisible until its end, and belongs to the connection that started it: when that is lost it is revoked at once. Nobody
+A put is invisible until its end, and belongs to the connection that started it: when that is lost it is revoked at once, and when it
+does nothing for a minute too. Nobody
 waits while holding room: a PutStart is answered as soon as any of its keys has a definite answer, with AGAIN for the others, and
 waits (``put_wait_s`` at most) only while all of its keys do. So batches cannot starve each other.
 """
@@ -44,6 +45,9 @@ OK, EXISTS, NOT_FOUND = Status.OK, Status.EXISTS, Status.NOT_FOUND  # an enum's 
 ALLOCATE, COMMIT = Cause.ALLOCATE, Cause.COMMIT
 TOKEN_BYTES = 8
 MAX_RETRIES_A_STEP = 256
+PUT_LIFE_S = 60.0  # and a second more for each of these:
+PUT_BYTES_PER_S = 1 << 20
+CHECKED_EVERY_S = 1.0
 MUST_EVICT = 1 << 62  # of an urgency: more than any holder has under way
 _PLACE = struct.Struct("<QQQI")
 
@@ -68,7 +72,7 @@ def start(state: State, now: float, session: int, message: PutStart) -> None:
 
 def try_answer(state: State, now: float, request: Waiting, *, final: bool) -> bool:
     """Grant what can be granted; True if an answer was sent. ``final``: no more waiting, AGAIN becomes an error."""
-    writer = _writer(state, request.session)
+    writer = _writer(state, request.session, now + PUT_LIFE_S + sum(request.lengths) / PUT_BYTES_PER_S)
     grants = [_grant(state, now, writer, key, length) for key, length in zip(request.keys, request.lengths, strict=True)]
     if not final and grants and all(grant.code == AGAIN for grant in grants):
         return False
@@ -111,6 +115,19 @@ def writer_lost(state: State, owner: Session) -> None:
         discard(state, put)
         state.count("puts_revoked")
     owner.puts.clear()
+
+
+def expire(state: State, now: float) -> None:
+    """A writer that is there and does not go on (stopped, hostile) may not keep a key and its room for ever. Whatever it writes later
+    is older than what its room has then, or buried."""
+    if now < state.puts_checked + CHECKED_EVERY_S:
+        return
+    state.puts_checked = now
+    for tenant in state.tenants.values():
+        for put in [put for put in tenant.pending.values() if put.deadline <= now]:
+            del state.sessions[put.session].puts[put.object.key, put.object.generation]
+            discard(state, put)
+            state.count("puts_expired")
 
 
 def discard(state: State, put: Put) -> None:
@@ -162,11 +179,13 @@ class _Writer:
     owner: Session
     holders: list[Holder]
     largest: int  # bytes of the largest segment
+    deadline: float
 
 
-def _writer(state: State, session: int) -> _Writer:
+def _writer(state: State, session: int, deadline: float) -> _Writer:
     holders = state.usable_holders()
-    return _Writer(session, state.sessions[session], holders, max((holder.extents.capacity for holder in holders), default=0))
+    largest = max((holder.extents.capacity for holder in holders), default=0)
+    return _Writer(session, state.sessions[session], holders, largest, deadline)
 
 
 def _grant(state: State, now: float, writer: _Writer, key: bytes, length: int) -> Grant:
@@ -201,7 +220,7 @@ def _open(state: State, writer: _Writer, key: bytes, length: int, places: list[t
         replicas.append(replica)
         rooms.append(Room(holder.number, offset, room_token(holder.token_key, tenant.name, key, generation, offset, length)))
     object.memory = tuple(replicas)
-    put = Put(object, writer.session)
+    put = Put(object, writer.session, writer.deadline)
     tenant.pending[key] = put
     writer.owner.puts[key, generation] = put
     return Grant(OK, generation, tuple(rooms))

@@ -215,6 +215,7 @@ class Holder:
         "ssd_state",
         "ssd_used",
         "suspect",
+        "suspect_since",
         "token_key",
         "usable",
     )
@@ -226,7 +227,7 @@ class Holder:
         self.token_key = token_key
         self.round = 0
         self.present = self.complete = self.suspect = self.open = self.usable = False
-        self.last_seen = 0.0
+        self.last_seen = self.suspect_since = 0.0
         self.inventory_next = 0
         self.extents = Extents(register.memory_bytes)
         self.in_flight_bytes = 0
@@ -258,14 +259,15 @@ class Holder:
 
 
 class Put:
-    """A put between start and end: invisible to readers, owned by the connection ``session``. ``persisted``: already in these logs;
-    ``unloggable``: one of them will never have it."""
+    """A put between start and end: invisible to readers, owned by the connection ``session`` until ``deadline``. ``persisted``: already
+    in these logs; ``unloggable``: one of them will never have it."""
 
-    __slots__ = ("object", "persisted", "session", "unloggable")
+    __slots__ = ("deadline", "object", "persisted", "session", "unloggable")
 
-    def __init__(self, object: Object, session: int) -> None:
+    def __init__(self, object: Object, session: int, deadline: float) -> None:
         self.object = object
         self.session = session
+        self.deadline = deadline
         self.persisted: list[Holder] = []
         self.unloggable = False
 
@@ -377,6 +379,7 @@ class State:
     sketch: CountMinSketch = field(default_factory=CountMinSketch)
     counters: dict[str, int] = field(default_factory=dict)
     open: bool = False
+    puts_checked: float = 0.0
     tick: int = 0
     number: int = 0
     turn: int = 0

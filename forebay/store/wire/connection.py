@@ -4,7 +4,7 @@
     handler names (segment memory), without another copy
 
 A peer is dropped for: a frame it may not send, not finishing its opening within 5 s, a frame that takes longer than 10 s plus a
-second per MiB, not reading answers for 30 s. While it does not read, it is not read from either.
+second per MiB or of which nothing comes for 10 s, not reading answers for 30 s. While it does not read, it is not read from either.
 """
 
 import asyncio
@@ -80,6 +80,7 @@ class Connection(asyncio.BufferedProtocol):
         self._targets: list[memoryview] = []
         self._deadline = time.monotonic() + OPENING_S
         self._stalled_since = 0.0
+        self._heard = 0.0  # when something of the frame under way came
         self._transport: asyncio.Transport | None = None
         self._in_tls = False
         self._unencrypted: deque[memoryview] = deque()  # inside TLS, what waits for its turn
@@ -120,8 +121,10 @@ class Connection(asyncio.BufferedProtocol):
     def buffer_updated(self, nbytes: int) -> None:
         try:
             if self._targets:
+                self._heard = time.monotonic()
                 self._payload_arrived(nbytes)
             elif self._body is not None:
+                self._heard = time.monotonic()
                 self._body_filled += nbytes
                 if self._body_filled == len(self._body):
                     body, prefix = self._body, self._body_prefix
@@ -213,6 +216,8 @@ class Connection(asyncio.BufferedProtocol):
         """Why this peer has had its time, or ""."""
         if self._deadline and now > self._deadline:
             return ("the opening" if self.peer is None else "a frame") + " took too long"
+        if (self._targets or self._body is not None) and not self._stalled_since and now - self._heard > FRAME_S:
+            return "a frame stood still"
         if self._stalled_since and now - self._stalled_since > STALLED_S:
             return "answers are not read"
         return ""
@@ -297,7 +302,8 @@ class Connection(asyncio.BufferedProtocol):
             self._handler.payload(self)
 
     def _allow(self, count: int) -> None:
-        self._deadline = time.monotonic() + FRAME_S + count / FRAME_BYTES_PER_S
+        self._heard = time.monotonic()
+        self._deadline = self._heard + FRAME_S + count / FRAME_BYTES_PER_S
 
 
 async def watch(registry: dict[int, Connection], every_s: float = 1.0) -> None:
