@@ -49,7 +49,7 @@ async def serve(roles: Roles, started: Callable[[Running], None], ended: asyncio
             await running.master.start()
         for config in roles.holders:
             ours = replace(config, master=running.master.address) if running.master is not None else config
-            holder = Holder(ours, roles.secrets)
+            holder = Holder(ours, roles.secrets, beside=running.master)
             await holder.start()
             running.holders.append(holder)
         if roles.metrics is not None:

@@ -37,9 +37,13 @@ def wait_for(condition: Callable[[], T], timeout_s: float = 15.0, what: str = ""
 
 
 class Cluster:
-    """``master`` and ``holders`` may be stopped and started again one by one."""
+    """``master`` and ``holders`` may be stopped and started again one by one. ``beside``: holders know that the master is in their
+    process, as those of `store.up` do; the first master, that is."""
 
-    def __init__(self, config: MasterConfig | None = None, secrets: auth.Secrets | None = None, *, tls: bool = False) -> None:
+    def __init__(
+        self, config: MasterConfig | None = None, secrets: auth.Secrets | None = None, *, tls: bool = False, beside: bool = True
+    ) -> None:
+        self.beside = beside
         self.config = config or MasterConfig(settle_s=0.0)
         self.secrets = secrets or auth.Secrets()
         self.tls = server_context(CERTIFICATE, KEY) if tls else None
@@ -89,7 +93,7 @@ class Cluster:
     ) -> Holder:
         master_tls = client_context(CERTIFICATE) if self.tls else None
         config = HolderConfig(self.address, LOCALHOST, dram, ssd, ssd_bytes if ssd else 0, fsync, self.tls, master_tls)
-        holder = Holder(config, self.secrets, files)
+        holder = Holder(config, self.secrets, files, beside=self.master if self.beside else None)
         self.do(holder.start())
         self.holders.append(holder)
         wait_for(lambda: holder.serving, what="holder serves")
@@ -117,8 +121,10 @@ class Cluster:
 
 
 @contextlib.contextmanager
-def cluster(config: MasterConfig | None = None, secrets: auth.Secrets | None = None, *, tls: bool = False) -> Iterator[Cluster]:
-    made = Cluster(config, secrets, tls=tls)
+def cluster(
+    config: MasterConfig | None = None, secrets: auth.Secrets | None = None, *, tls: bool = False, beside: bool = True
+) -> Iterator[Cluster]:
+    made = Cluster(config, secrets, tls=tls, beside=beside)
     try:
         yield made
     finally:

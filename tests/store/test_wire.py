@@ -17,6 +17,7 @@ from forebay.store.wire import auth, connection, frames, listener
 from forebay.store.wire.frames import PREFIX, BodyDecoder, FrameError, encode, read_prefix
 from forebay.store.wire.messages import (
     MAX_KEYS,
+    Beat,
     Bury,
     Challenge,
     Codes,
@@ -63,7 +64,7 @@ GOLDEN: list[tuple[Message, str]] = [
         Register("n", "i", "h", 1, "u", "m", 2, 3, 4),
         "010000001900000000000000000000009ba85265676973746572a16ea169a16801a175a16d02030490",
     ),
-    (Touched([(b"k", 9)], 100), "0100000010000000000000000000000093a7546f75636865649192c4016b0964"),
+    (Touched([(b"k", 9)], 100), "0100000012000000000000000000000095a7546f75636865649192c4016b09640000"),
     (Challenge(b"n" * 16), "010000001d000000000000000000000092a94368616c6c656e6765c4106e6e6e6e6e6e6e6e6e6e6e6e6e6e6e6e"),
 ]
 
@@ -71,6 +72,12 @@ GOLDEN: list[tuple[Message, str]] = [
 @pytest.mark.parametrize("message, golden", GOLDEN, ids=lambda one: type(one).__name__ if not isinstance(one, str) else "")
 def test_golden_bytes(message: Message, golden: str) -> None:
     assert encode(message).hex() == golden
+
+
+def test_what_an_older_side_says_without_the_fields_added_since() -> None:
+    told = bytes.fromhex("93a7546f75636865649192c4016b0964")
+    assert frames.decode_client_to_holder(told) == Touched([(b"k", 9)], 100, 0, 0)
+    assert frames.decode_holder_to_master(bytes.fromhex("94a44265617407a26f6bc3")) == Beat(7, "ok", True, 0, 0)
 
 
 def test_a_prefix_is_refused_for_its_version_and_its_lengths() -> None:

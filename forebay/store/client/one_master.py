@@ -298,6 +298,9 @@ class OneMaster:
     def _read_some(self, wants: _Wants, deadline: float) -> None:
         asked = time.monotonic()
         own = self._own_read(wants[0].key, wants[0].target) if len(wants) == 1 else None
+        if own is not None and own.unasked(wants[0], deadline):
+            self._tell_if_due(own, deadline)
+            return
         answer = self._ask_places([want.key for want in wants], deadline, own)
         if answer is None or len(answer.places) != len(wants):
             status = Status.TIMEOUT if time.monotonic() >= deadline else Status.UNAVAILABLE
@@ -346,9 +349,12 @@ class OneMaster:
     def _settle(self, own: OwnRead, want: Want, deadline: float) -> bool:
         if not own.settle(want, deadline):
             return False
+        self._tell_if_due(own, deadline)
+        return True
+
+    def _tell_if_due(self, own: OwnRead, deadline: float) -> None:
         if own.view.has_to_tell():
             self._holders.tell_of_own_reads(deadline)
-        return True
 
     def _await_promotions(self, wants: _Wants, deadline: float) -> None:
         """Keys headed for the SSD get one last attempt at a promotion; those under way are waited for, all together for at most

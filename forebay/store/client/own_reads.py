@@ -1,10 +1,12 @@
 """One small value that only the SSD of this machine has, read by the client itself while it asks the master where the value is.
 
     log.hints: where it ought to lie --> begin to read -- ask the master --> does the head of what was read name the generation that
-                                                                             the master named, and are its checksums right?
+                                             |                               the master named, and are its checksums right?
+                                             '- the holder gives its word, and lives --> ... the generation that the hint named?
 
 Nothing is believed before that. The bytes of a generation never change, so it does not matter when they were read. In any other case
-the holder is asked, as it is for large values and for several at once, which it reads quicker.
+the holder is asked, as it is for large values and for several at once, which it reads quicker. A holder that runs beside its master
+gives its word for what its hints show (`log.hints`); then nobody is asked for a whole value.
 """
 
 import threading
@@ -60,6 +62,20 @@ class OwnRead:
         if not reader.read.prepare(file.fd, hint.first * BLOCK_BYTES, count, copy_to, BLOCK_BYTES, copied):
             return None
         return OwnRead(view, holder, tenant, hint, file, reader)
+
+    def unasked(self, want: Want, deadline: float) -> bool:
+        """Whether ``want``, which nobody was asked about, is filled. If not, ask, and ``settle``."""
+        hint, lock, count = self._hint, self.view.lock, self._hint.blocks * BLOCK_BYTES
+        if not hint.word or lock is None or want.offset or BLOCK_BYTES + padded(len(want.target)) != count:
+            return False
+        if self.read.while_locked(lock.fd, self.view.mark, min(deadline, time.monotonic() + FAILOVER_S)) != count:
+            return False
+        want.generation, want.length = hint.generation, len(want.target)
+        if not self._take(want, count):
+            return False
+        want.status, want.tier = Status.OK, Tier.SSD
+        self.view.note(want.key, want.generation, want.length, unasked=True)
+        return True
 
     def settle(self, want: Want, deadline: float) -> bool:
         """Whether ``want``, which was located since, is filled."""

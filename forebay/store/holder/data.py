@@ -106,6 +106,8 @@ class DataServer:
         self._sink = memoryview(bytearray(SINK_BYTES))
         self.epoch = time.time_ns() >> 10
         self.bytes_in = self.bytes_out = 0
+        self.unasked = self.unasked_bytes = 0
+        """What clients read without asking the master, who has not been told yet."""
 
     def opened(self, connection: Connection, given: Challenge, hello: Hello) -> Welcome:
         self.admit(given, hello)
@@ -144,6 +146,8 @@ class DataServer:
             if self._reads is not None:
                 self._reads.touch(_tenant(connection), message.records)
                 self.bytes_out += message.bytes
+                self.unasked += message.unasked
+                self.unasked_bytes += message.unasked_bytes
             return ()
         if not self._keeper.awake(time.monotonic()) and not isinstance(message, CopyIn):
             self._refuse(connection, message)

@@ -85,13 +85,15 @@ class MasterLink:
             await asyncio.sleep(patience)
             patience = min(RETRY_MOST_S, patience * 2)
 
-    def send(self, message: HolderToMaster) -> None:
+    def send(self, message: HolderToMaster) -> bool:
+        """False: it was dropped."""
         if self._writer is None or self._writer.transport.is_closing():
-            return
+            return False
         if self._held_back is not None and isinstance(message, Persisted | Dropped):
             self._held_back.append(message)
         else:
             self._writer.write(encode(message))
+        return True
 
     def new_call(self) -> int:
         return next(self._call_numbers)

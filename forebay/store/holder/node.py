@@ -30,6 +30,7 @@ from forebay.store.holder.promoter import Promoter
 from forebay.store.holder.reads import LogReads
 from forebay.store.holder.segment import Segment
 from forebay.store.holder.writer import Append, BuryJob, ForgetJob, Fsync, LogWriter, Report
+from forebay.store.master.server import MasterServer
 from forebay.store.wire import auth
 from forebay.store.wire.connection import Connection, watch
 from forebay.store.wire.listener import Listener
@@ -103,7 +104,15 @@ def slices(whole: HolderConfig, masters: Sequence[Address]) -> list[HolderConfig
 class Holder:
     """``await start()``, then it serves until ``await stop()``."""
 
-    def __init__(self, config: HolderConfig, secrets: auth.Secrets | None = None, files: Files | None = None) -> None:
+    def __init__(
+        self,
+        config: HolderConfig,
+        secrets: auth.Secrets | None = None,
+        files: Files | None = None,
+        *,
+        beside: MasterServer | None = None,
+    ) -> None:
+        """``beside``: its master, if that is in this process and on this thread."""
         self.config = config
         self.address = config.listen
         self.instance = uuid.uuid4().hex
@@ -119,6 +128,11 @@ class Holder:
         self._kept_graves: dict[Grave, None] = {}  # without a log
         self._burying: list[Bury] = []  # handed to the log's writer, and not yet logged
         self._receipts: dict[int, Receipt] = {}  # by id of entry
+        self._beside = beside
+        self._foreseen: dict[int, set[tuple[str, bytes]]] = {}  # number of a Bury of the master beside us -> what is not yet buried
+        self._foreseen_session = 0
+        self._is_usable = False  # as the master beside us sees it
+        self._is_level = False  # all that the master told us to bury before it let us serve is buried
         self._was_broken = False
         self.failed = asyncio.Event()
         self.peers: list[str] = []
@@ -167,6 +181,8 @@ class Holder:
         self.data = DataServer(self, self._reads, self._promoter, self._secrets)
         self._listener = await Listener.open(self.address, self._accept, self._connections, self.config.tls)
         self.address = Address(self.address.host, self._listener.port)
+        if self._beside is not None and self._hints is not None:
+            self._beside.watch(self.name, self.instance, self._foresee)
         if self._secrets.tenants <= 1:
             self._door = Door(self.data, self.segment, self._secrets, self._connections, self._hints)
         self._tasks = [
@@ -187,6 +203,9 @@ class Holder:
     async def stop(self) -> None:
         """Stop serving, write what the log has not got yet (at most ``DRAIN_S``), let everything go."""
         self.serving = False
+        self._vouch()
+        if self._beside is not None:
+            self._beside.unwatch(self.name)
         if self._door is not None:
             await self._door.close()
         if self._listener is not None:
@@ -225,7 +244,7 @@ class Holder:
         files = self._files or Directory(directory)
         self.log = SsdLog(files, self.config.ssd_bytes)
         if self._secrets.tenants <= 1 and isinstance(files, Directory) and files.direct:
-            self._hints = LogHints(directory, self.config.ssd_bytes)
+            self._hints = LogHints(directory, self.config.ssd_bytes, self._lock.mark)
             self.log.tell(self._hints)
 
     def _name_of(self, file: Path) -> str:
@@ -249,7 +268,9 @@ class Holder:
             self._save_peers()
             used = self.log.used_bytes if self.log is not None else 0
             state = self._writer.state if self._writer is not None else "none"
-            self._link.send(Beat(used, state[:MAX_LINE_CHARS], state == "ok"))
+            beat = Beat(used, state[:MAX_LINE_CHARS], state == "ok", self.data.unasked, self.data.unasked_bytes)
+            if self._link.send(beat):
+                self.data.unasked = self.data.unasked_bytes = 0
             await asyncio.sleep(min(BEAT_S, self.lease_s / 4))
 
     # ------------------------------------------------------------------------------------------ Keeper
@@ -270,13 +291,43 @@ class Holder:
         self._writer.submit(Append(entry, self.segment.data(entry.offset, entry.length)))
 
     def _noticed(self, entry: Entry) -> None:
-        """``log.hints`` tells of what is in the log and not in memory."""
+        self._show_or_hide(entry.tenant, entry.key)
+
+    def _show_or_hide(self, tenant: str, key: bytes) -> None:
+        """``log.hints`` tells of what is in the log, not in memory, and not to be buried."""
         if self.log is None:
             return
-        if any(other.live for other in self.memory.of(entry.tenant, entry.key)):
-            self.log.hide(entry.tenant, entry.key)
+        dying = any((tenant, key) in places for places in self._foreseen.values())
+        if dying or any(other.live for other in self.memory.of(tenant, key)):
+            self.log.hide(tenant, key)
         else:
-            self.log.show(entry.tenant, entry.key)
+            self.log.show(tenant, key)
+
+    # ------------------------------------------------------------------------------------------ our word for what the log shows
+
+    def _foresee(self, usable: bool, session: int, told: Sequence[tuple[int, Sequence[Grave]]]) -> None:
+        """The master beside us has taken a step that nobody else can have noticed yet (`MasterServer.watch`): the hints show nothing of
+        what it lets go."""
+        if session != self._foreseen_session:
+            known = {message.op for message in self._burying}
+            self._foreseen = {op: places for op, places in self._foreseen.items() if op in known}  # others will never come
+            self._foreseen_session = session
+        for op, graves in told:
+            places = self._foreseen[op] = {(grave.tenant, grave.key) for grave in graves if not grave.behalf}
+            for place in places:
+                self._show_or_hide(*place)
+        if usable != self._is_usable:
+            self._is_usable = usable
+            self._vouch()
+
+    def _vouch(self) -> None:
+        """Give our word for the hints while we serve, the master beside us says so, and no removal of the past waits to be logged."""
+        if self._hints is not None:
+            self._hints.vouch(self.serving and self._is_usable and self._is_level)
+
+    def _buried(self, op: int) -> None:
+        for place in self._foreseen.pop(op, ()):
+            self._show_or_hide(*place)  # an older value may live on, where a put was given up
 
     def length_of(self, tenant: str, key: bytes) -> int | None:
         return self.log.newest_length(tenant, key) if self.log is not None else None
@@ -336,12 +387,15 @@ class Holder:
             case Serving():
                 self._beaten = time.monotonic()
                 self.serving, self.why_not = True, ""
+                self._is_level = not self._burying
+                self._vouch()
                 if self._writer is not None and self._writer.state == "ok":
                     self._log_what_is_missing()
 
     def master_lost(self, why: str) -> None:
         """Neither reads nor writes are served before the next registration: rooms that were given before it count no more."""
-        self.serving, self.why_not = False, why
+        self.serving, self.why_not, self._is_level = False, why, False
+        self._vouch()
         self.token_key = random_bytes.token_bytes(32)
 
     def _remember_peers(self, names: list[str]) -> None:
@@ -397,7 +451,11 @@ class Holder:
             self._link.send(Dropped(some))
         for op in report.buried:
             self._burying.remove(next(message for message in self._burying if message.op == op))
+            self._buried(op)
             self._link.send(Buried(op))
+        if report.buried and self.serving and not self._burying:
+            self._is_level = True
+            self._vouch()
         if report.state == "ok" and self._was_broken:
             self._log_what_is_missing()
         self._was_broken = report.state != "ok"

@@ -32,6 +32,7 @@ RESTART_GRACE_S = 1.0
 INVENTORY_S = 10.0
 INVENTORY_ENTRIES_PER_S = 1000  # a hundredth of what holders tell
 GONE_SILENCES = 5  # after so many times ``silence_s`` more, who is suspected is taken for gone
+MAX_COUNT = 1 << 62
 
 
 def register(state: State, now: float, session: int, message: Register, token_key: bytes) -> None:
@@ -120,6 +121,14 @@ def lost(state: State, holder: Holder) -> None:
 def beat(state: State, now: float, holder: Holder, message: Beat) -> None:
     holder.ssd_used, holder.ssd_state = message.ssd_used, message.ssd_state
     holder.ssd_ok = message.ssd_ok and holder.has_log
+    if message.unasked:
+        _count_claimed(state, "get_found", message.unasked)
+        _count_claimed(state, "got_ssd_bytes", message.unasked_bytes)
+
+
+def _count_claimed(state: State, name: str, by: int) -> None:
+    """What a holder claims may be anything; what is counted has to fit an answer."""
+    state.counters[name] = min(MAX_COUNT, state.counters.get(name, 0) + by)
 
 
 def heard(holder: Holder, now: float) -> None:

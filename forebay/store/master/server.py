@@ -8,12 +8,12 @@ import contextlib
 import secrets as random_bytes
 import ssl
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from forebay.store.address import Address
 from forebay.store.master import claims
 from forebay.store.master.machine import Connected, Disconnected, Event, FromClient, FromHolder, Master, Ticked
-from forebay.store.master.records import Close, MasterConfig
+from forebay.store.master.records import Close, Effect, MasterConfig, Send
 from forebay.store.wire import auth
 from forebay.store.wire.connection import Connection, watch
 from forebay.store.wire.frames import (
@@ -24,9 +24,10 @@ from forebay.store.wire.frames import (
     encode,
 )
 from forebay.store.wire.listener import Listener
-from forebay.store.wire.messages import Challenge, Hello, Role, Welcome
+from forebay.store.wire.messages import Bury, Challenge, Grave, Hello, Role, Welcome
 
 TICK_S = 0.05
+Witness = Callable[[bool, int, Sequence[tuple[int, Sequence[Grave]]]], None]
 
 
 class MasterServer:
@@ -46,6 +47,7 @@ class MasterServer:
             secret=random_bytes.token_bytes(32),
         )
         self._connections: dict[int, Connection] = {}
+        self._witnesses: dict[str, tuple[str, Witness]] = {}
         self._numbers = 0
         self._listener: Listener | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -66,6 +68,18 @@ class MasterServer:
             for connection in list(self._connections.values()):
                 connection.abort()
             await asyncio.sleep(0)
+
+    def watch(self, name: str, instance: str, witness: Witness) -> bool:
+        """A holder in this process, ``instance`` of the one called ``name``, hears of each step before anybody else can notice it:
+        whether it is usable as that instance, its connection's number, and what it is told to bury, by number of the Bury. To be called
+        before it registers. False: it could not answer reads in the master's place, since here they promote."""
+        if self.machine.state.config.promotion_on_hit:
+            return False
+        self._witnesses[name] = (instance, witness)
+        return True
+
+    def unwatch(self, name: str) -> None:
+        self._witnesses.pop(name, None)
 
     def _accept(self) -> Connection:
         self._numbers += 1
@@ -103,7 +117,10 @@ class MasterServer:
     # ------------------------------------------------------------------------------------------ machine
 
     def _step(self, event: Event) -> None:
-        for effect in self.machine.step(time.monotonic(), event):
+        effects = self.machine.step(time.monotonic(), event)
+        for name, (instance, witness) in self._witnesses.items():
+            self._tell_witness(name, instance, witness, effects)
+        for effect in effects:
             connection = self._connections.get(effect.session)
             if connection is None:
                 continue
@@ -111,6 +128,18 @@ class MasterServer:
                 connection.drop(effect.reason)
             else:
                 connection.send(encode(effect.message))
+
+    def _tell_witness(self, name: str, instance: str, witness: Witness, effects: Sequence[Effect]) -> None:
+        holder = self.machine.state.by_name.get(name)
+        if holder is None or holder.register.instance != instance:
+            witness(False, 0, ())
+            return
+        told = [
+            (effect.message.op, effect.message.graves)
+            for effect in effects
+            if isinstance(effect, Send) and effect.session == holder.session and isinstance(effect.message, Bury)
+        ]
+        witness(holder.usable, holder.session, told)
 
     async def _tick(self) -> None:
         while True:

@@ -3,6 +3,7 @@
 #define _GNU_SOURCE
 #include "copying.h"
 #include <errno.h>
+#include <fcntl.h>
 #include <linux/aio_abi.h>
 #include <sys/socket.h>
 #include <sys/syscall.h>
@@ -68,14 +69,36 @@ static int64_t now_ns(void) {
     return now.tv_sec * (int64_t)NS_PER_S + now.tv_nsec;
 }
 
-static void take_if_ended(Read *read) {
-    if (forebay_read_end(read, 0)) return;
+static void copy_if_whole(Read *read) {
 #ifdef __SSE4_2__
     if (read->result == read->count && read->target_bytes) {
         read->crc = copy_crc32c(read->target, read->into + read->skip, read->target_bytes, 0, 0);
         read->copied = 1;
     }
 #endif
+}
+
+static void take_if_ended(Read *read) {
+    if (!forebay_read_end(read, 0)) copy_if_whole(read);
+}
+
+/* Whether somebody else's lock is on byte `mark` of file `fd`. */
+static int is_locked(int fd, int64_t mark) {
+    struct flock lock = {.l_type = F_WRLCK, .l_whence = SEEK_SET, .l_start = mark, .l_len = 1};
+    return !fcntl(fd, F_OFD_GETLK, &lock) && lock.l_type != F_UNLCK;
+}
+
+/* Begin the PREPARED read, and wait until it has ENDED: look for that over and over for `poll_ns`, then sleep for `wait_ns` at most.
+   0 if it has, or -errno: -ENOLCK if byte `mark` of file `lock` turned out not to be locked meanwhile, and nothing was waited for. */
+EXPORT int64_t forebay_read_locked(Read *read, int lock, int64_t mark, int64_t poll_ns, int64_t wait_ns) {
+    forebay_read_begin(read);
+    if (!is_locked(lock, mark)) return -ENOLCK;
+    int64_t until = now_ns() + poll_ns;
+    while (read->state == UNDER_WAY && now_ns() < until) take_if_ended(read);
+    if (read->state != UNDER_WAY) return 0;
+    int64_t failed = forebay_read_end(read, wait_ns);
+    if (!failed) copy_if_whole(read);
+    return failed;
 }
 
 /* Begin the PREPARED read, send all of `frame`, and receive what comes first: the count (0: the peer closed), or -errno; *sent: how much

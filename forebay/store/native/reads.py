@@ -45,13 +45,15 @@ def _library() -> Any:
     library.forebay_read_end.argtypes, library.forebay_read_end.restype = [c_void_p, c_int64], c_int64
     asking = library.forebay_read_asking
     asking.argtypes, asking.restype = [c_void_p, c_int, c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int64], c_int64
+    locked = library.forebay_read_locked
+    locked.argtypes, locked.restype = [c_void_p, c_int, c_int64, c_int64, c_int64], c_int64
     return library
 
 
 class OneRead:
     """One read at a time into ``size`` bytes at ``address``, which stay for as long as this. Not for two threads at once.
 
-    prepare -> begin, or ask (which begins it) -> end; a read that nobody has begun is begun by ``end``.
+    prepare -> begin, or ask or while_locked (which begin it) -> end; a read that nobody has begun is begun by ``end``.
     """
 
     def __init__(self, address: int, size: int) -> None:
@@ -74,7 +76,7 @@ class OneRead:
 
     def prepare(self, fd: int, at: int, count: int, copy_to: int = 0, skip: int = 0, copied: int = 0) -> bool:
         """Of file ``fd``, ``count`` bytes from ``at`` on. ``copied`` of them, from ``skip`` on, also go to address ``copy_to`` if they
-        come while ``ask`` waits. False: the read before it never ended."""
+        come while ``ask`` or ``while_locked`` waits. False: the read before it never ended."""
         assert 0 < count <= self._size and skip + copied <= count
         if self.under_way and self.end(time.monotonic()) is None and self.under_way:
             return False
@@ -93,6 +95,15 @@ class OneRead:
         if self._read.state != _PREPARED:
             return None
         return int(self._call.forebay_read_asking(self._address, socket, frame, len(frame), into, room, sent, POLL_NS))
+
+    def while_locked(self, lock: int, mark: int, deadline: float) -> int | None:
+        """Begin, and what ``end`` does; None also, and at once, if byte ``mark`` of file ``lock`` is not locked by somebody else."""
+        if self._read.state != _PREPARED:
+            return None
+        wait_ns = max(0, int((deadline - time.monotonic()) * 1e9))
+        if self._call.forebay_read_locked(self._address, lock, mark, POLL_NS, wait_ns):
+            return None
+        return self._read.result if self._read.result >= 0 else None
 
     def end(self, deadline: float) -> int | None:
         """How many bytes were read. None: it failed, or has not ended by ``deadline`` and is still under way."""

@@ -357,11 +357,14 @@ class Inventory(_Message, frozen=True):
 
 
 class Beat(_Message, frozen=True):
-    """Every 0.5 s. ``ssd_state``: "none", "ok" or what is wrong with it, in one line."""
+    """Every 0.5 s. ``ssd_state``: "none", "ok" or what is wrong with it, in one line. ``unasked``: gets since the last one that the
+    master was not asked about, of ``unasked_bytes``."""
 
     ssd_used: Capacity
     ssd_state: Line
     ssd_ok: bool
+    unasked: Capacity = 0
+    unasked_bytes: Capacity = 0
 
 
 class Persisted(_Message, frozen=True):
@@ -577,10 +580,13 @@ class PrefetchKeys(_Message, frozen=True):
 
 
 class Touched(_Message, frozen=True):
-    """The client has read these (key, generation) records of the log itself, ``bytes`` of them all. No answer; optional."""
+    """The client has read these (key, generation) records of the log itself, ``bytes`` of them all; ``unasked`` of them, of
+    ``unasked_bytes``, without asking the master either. No answer; optional."""
 
     records: list[tuple[bytes, Natural]]
     bytes: Natural
+    unasked: Natural = 0
+    unasked_bytes: Natural = 0
 
 
 # ------------------------------------------------------------------------------------------------ holder -> client

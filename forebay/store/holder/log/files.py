@@ -10,6 +10,8 @@ import fcntl
 import mmap
 import os
 import re
+import secrets as random_bits
+import struct
 from pathlib import Path
 from typing import Protocol
 
@@ -17,6 +19,7 @@ import numpy as np
 
 BUFFER_ALIGN = 4096
 HUGE_PAGE_BYTES = 2 << 20
+_FLOCK = struct.Struct("@hhqqi4x")  # struct flock: type, whence, start, length, owner
 _NAME = re.compile(r"(\d{10})\.log")
 
 
@@ -136,7 +139,10 @@ def write_whole(file: Path, text: str) -> None:
 
 
 class Lock:
-    """The directory is this process's alone until ``release``. Raises ``BlockingIOError`` if it is another's."""
+    """The directory is this process's alone until ``release``. Raises ``BlockingIOError`` if it is another's.
+
+    ``mark``: a byte of the file, of this lock's choice, that is locked too, by the same open file: so whoever finds it locked knows
+    that this very lock has not been released, whatever became of us. 0: the file system has no such locks."""
 
     def __init__(self, directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
@@ -146,6 +152,11 @@ class Lock:
         except OSError:
             os.close(self._fd)
             raise
+        self.mark = random_bits.randbits(62) + 1
+        try:
+            fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, self.mark, 1, 0))
+        except OSError:
+            self.mark = 0
 
     def release(self) -> None:
         os.close(self._fd)

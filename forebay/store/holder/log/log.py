@@ -122,11 +122,16 @@ class SsdLog:
         if self._hints is not None:
             with self._lock:
                 record = self.index.newest((tenant, key))
-            if record is not None:
-                self._hints.show(tenant, key, record)
+                if record is not None:
+                    self._hints.show(tenant, key, record)
 
     def hide(self, tenant: str, key: bytes) -> None:
         """Whoever looks for ``key`` had better ask."""
+        with self._lock:
+            self._hide(tenant, key)
+
+    def _hide(self, tenant: str, key: bytes) -> None:
+        """With the lock: nothing may be shown again that has left the index meanwhile."""
         if self._hints is not None:
             self._hints.hide(tenant, key)
 
@@ -182,8 +187,8 @@ class SsdLog:
         always = always or self._has_ghosts
         with self._lock:
             needed = [grave for grave in graves if grave.behalf or always or self.index.has_under(grave)]
-        for grave in needed:
-            self.hide(grave.tenant, grave.key)
+            for grave in needed:
+                self._hide(grave.tenant, grave.key)
         if not needed:
             return
         self.make_room(min(_graves_bytes(needed), self.capacity // 2), lost)
@@ -192,6 +197,7 @@ class SsdLog:
             for grave in needed:
                 if not grave.behalf:
                     self.index.bury(grave)
+                    self._hide(grave.tenant, grave.key)
 
     def forget_kept(self, behalf: str) -> None:
         """Graves kept for ``behalf`` are delivered. They fade with their files."""
@@ -240,7 +246,7 @@ class SsdLog:
             with self._lock:
                 self._has_ghosts = True
                 self.index.remove(place, record)
-            self.hide(tenant, key)
+                self._hide(tenant, key)
             return None
         return record.length
 
@@ -309,8 +315,6 @@ class SsdLog:
                 if fine:
                     record = Record(file.number, start, item.generation, len(item.value), item.crc)
                     self.index.add((item.tenant, item.key), record)
-                    if self._hints is not None and self._hints.shows(item.tenant, item.key):  # moved out of a file that goes
-                        self._hints.show(item.tenant, item.key, record)
                     self._highest = max(self._highest, item.generation)
                     start += BLOCK_BYTES + padded(len(item.value))
             file.size = start
@@ -381,6 +385,7 @@ class SsdLog:
                 if record.file == victim.number and (tenant, key, record.generation) not in keep:
                     lost.append(HeldSsd(tenant, key, record.generation, record.length))
                     self.index.remove((tenant, key), record)
+                    self._hide(tenant, key)
         self._unlink(victim)
         return lost
 
@@ -398,7 +403,14 @@ class SsdLog:
             if self._append_run([Item(tenant, key, record.generation, record.crc, value[: record.length])])[0]:
                 budget -= size
                 moved.add((tenant, key, record.generation))
+                self._show_moved(tenant, key, record)
         return moved
+
+    def _show_moved(self, tenant: str, key: bytes, old: Record) -> None:
+        with self._lock:
+            new = self.index.get((tenant, key), old.generation)
+            if new is not None and self._hints is not None and self._hints.shows(tenant, key, old):
+                self._hints.show(tenant, key, new)
 
     def _unlink(self, file: LogFile) -> None:
         """The name goes at once, for good: nobody writes tombstones for what was in it. The descriptor when its last reader is done."""
