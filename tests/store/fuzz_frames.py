@@ -163,9 +163,11 @@ def feed(connection: Connection, transport: ListTransport, data: bytes, cut: ran
 
 
 @asynccontextmanager
-async def targets(directory: Path) -> Any:
-    """All targets by name, around one real store that is up meanwhile."""
-    master = MasterServer(MasterConfig(settle_s=0.0, ssd_prefetch=True, promotion_on_hit=True, put_wait_s=0.1), LOCALHOST)
+async def targets(directory: Path, promotes: bool = True) -> Any:
+    """All targets by name, around one real store that is up meanwhile. ``promotes``: on hit; else a master answers gets without a
+    step of its machine."""
+    config = MasterConfig(settle_s=0.0, ssd_prefetch=True, promotion_on_hit=promotes, put_wait_s=0.1)
+    master = MasterServer(config, LOCALHOST)
     await master.start()
     holder = Holder(HolderConfig(master.address, LOCALHOST, 8 << 20, directory / "log", 64 << 20), None)
     await holder.start()
@@ -469,6 +471,7 @@ class Campaign:
 
     def __init__(self, seed: int) -> None:
         self.mutate = Mutator(seed)
+        self.promotes = seed % 2 == 0
         self.cut = random.Random(seed + 1)
         self.runs: dict[str, int] = {}
         self.kept: dict[str, list[bytes]] = {}
@@ -478,7 +481,7 @@ class Campaign:
     async def run(self, deadline: float, directory: Path) -> None:
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(lambda _, context: self.failed.append(context))
-        async with targets(directory) as all_targets:
+        async with targets(directory, self.promotes) as all_targets:
             self.coverage = {name: Coverage() for name in all_targets}
             for name, target in all_targets.items():
                 self.kept[name] = []

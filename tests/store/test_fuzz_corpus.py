@@ -14,16 +14,17 @@ from forebay.store.wire.messages import Piece, Write
 from tests.store import fuzz_frames
 
 
-def test_the_corpus_harms_nobody(tmp_path: Path) -> None:
-    replayed = asyncio.run(replay(tmp_path))
+@pytest.mark.parametrize("promotes", [True, False])
+def test_the_corpus_harms_nobody(tmp_path: Path, promotes: bool) -> None:
+    replayed = asyncio.run(replay(tmp_path, promotes))
     assert replayed["client-to-master"] > 20 and replayed["client-to-holder"] > 20, replayed
 
 
-async def replay(path: Path) -> dict[str, int]:
+async def replay(path: Path, promotes: bool) -> dict[str, int]:
     background: list[object] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: background.append(context))
     counts = {}
-    async with fuzz_frames.targets(path) as targets:
+    async with fuzz_frames.targets(path, promotes) as targets:
         for name, target in targets.items():
             inputs = [*fuzz_frames.read_corpus(name), *target.seeds]
             for one in inputs:
