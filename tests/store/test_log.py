@@ -132,6 +132,25 @@ def test_a_torn_tail_is_cut_and_everything_before_it_kept(tmp_path: Path, cut: i
     log.close()
 
 
+def test_what_is_left_of_a_torn_value_is_not_taken_for_records(tmp_path: Path) -> None:
+    """Whoever stores a value chooses its bytes."""
+    log = SsdLog(Directory(tmp_path / "forged"), 1 << 30)
+    log.append([Item("victim", b"k", 1 << 40, crc32c(b"forged"), memoryview(b"forged"))])
+    log.bury([Grave("victim", b"other", 1 << 40)], [], always=True)
+    log.close()
+    forged = next((tmp_path / "forged").glob("*.log")).read_bytes()
+    log = SsdLog(Directory(tmp_path / "log"), 1 << 30)
+    log.append([Item("victim", b"other", 1, crc32c(b"true"), memoryview(b"true"))])
+    log.append([item(b"hostile", forged + bytes(9000), 2)])
+    log.close()
+    file = next((tmp_path / "log").glob("*.log"))
+    with file.open("r+b") as torn:
+        torn.truncate(file.stat().st_size - 2 * BLOCK_BYTES)
+    log = SsdLog(Directory(tmp_path / "log"), 1 << 30)
+    assert [(entry.tenant, entry.key) for entry in log.entries()] == [("victim", b"other")]
+    log.close()
+
+
 def test_a_flipped_bit_in_a_value_is_a_miss_and_its_neighbours_are_fine(tmp_path: Path) -> None:
     log = SsdLog(Directory(tmp_path), 1 << 30)
     log.append([item(b"k%d" % index, bytes([index]) * 9000, index + 1) for index in range(3)])

@@ -15,6 +15,10 @@ from forebay.store.wire.messages import Grave
 MAX_UNREADABLE = 256  # blocks of one file, each of which may take the disk seconds: then the rest of it is left alone
 
 
+class CutOff(RecordError):
+    """A good head, and a value that ends beyond the file."""
+
+
 @dataclass(frozen=True, slots=True)
 class Found:
     position: int
@@ -41,6 +45,9 @@ def scan(files: Files, fd: int) -> Iterator[Found | Damage]:
         try:
             found = _record_at(files, fd, block, position, size)
         except (RecordError, OSError) as error:
+            if isinstance(error, CutOff) and bad_from < 0:  # what follows is of its value, and may look like records
+                yield Damage(position, size - position, str(error), tail=True)
+                return
             bad_from, why = (position, str(error)) if bad_from < 0 else (bad_from, why)
             unreadable += isinstance(error, OSError)
             position += BLOCK_BYTES
@@ -68,7 +75,7 @@ def value_is_good(files: Files, fd: int, found: Found) -> bool:
 def _record_at(files: Files, fd: int, block: memoryview, position: int, size: int) -> Found:
     head = read_head(block[: files.read(fd, block, position)])
     if position + head.record_bytes > size:
-        raise RecordError("cut off within its value")
+        raise CutOff("cut off within its value")
     if head.kind is Kind.VALUE:
         return Found(position, head, [])
     buffer = aligned_buffer(head.value_bytes)
