@@ -32,6 +32,7 @@ from forebay.store.holder.writer import Fsync
 from forebay.store.master.records import MasterConfig
 from forebay.store.up import Roles, Running, run
 from forebay.store.wire import auth
+from forebay.store.wire.messages import Tier
 from forebay.store.wire.tls import TlsError, client_context, own_context, server_context
 
 app = typer.Typer(help="The store of KV pages (L3): run it, look into it.", no_args_is_help=True)
@@ -332,7 +333,7 @@ def rm(url: Url, keys: Keys, tenant: Tenant = "default", secret_file: SecretFile
 
 @app.command()
 def prefetch(url: Url, keys: Keys, tenant: Tenant = "default", secret_file: SecretFile = None, timeout_s: Timeout = 5.0) -> None:
-    """Bring keys from SSD to DRAM (the master must run with --ssd-prefetch). Returns when holders were told."""
+    """Bring keys from SSD to DRAM (the master must run with --ssd-prefetch), and see for 2 s whether they come."""
     with _client(url, tenant, secret_file, timeout_s) as client:
         named = [_key(key) for key in keys]
         client.prefetch(named, groups=client.groups_of(named))
@@ -342,8 +343,23 @@ def prefetch(url: Url, keys: Keys, tenant: Tenant = "default", secret_file: Secr
             time.sleep(0.01)
             counters = client.prefetched
         typer.echo(f"{counters.sent} asked for, {counters.resident} in DRAM already, {counters.missing} not there")
+        if counters.sent:
+            _await_memory(client, named, counters.sent + counters.resident)
         if counters.failed or counters.missing:
             raise typer.Exit(1)
+
+
+def _await_memory(client: StoreClient, keys: list[bytes], wanted: int) -> None:
+    """Say how many of ``keys`` are in DRAM once ``wanted`` are, or time is over. None: exit status 1."""
+    deadline, groups = time.monotonic() + PREFETCH_WAIT_S, client.groups_of(keys)
+    while True:
+        warm = sum(Tier.MEMORY in tiers for tiers in client.tiers(keys, groups=groups))
+        if warm >= wanted or time.monotonic() >= deadline:
+            break
+        time.sleep(0.01)
+    typer.echo(f"{warm} in DRAM now")
+    if not warm:
+        _fail(f"nothing came to DRAM within {PREFETCH_WAIT_S:g} s: the master runs without --ssd-prefetch, or DRAM has no room")
 
 
 @app.command()

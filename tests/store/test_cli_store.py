@@ -10,7 +10,8 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from forebay.cli.store import app
-from forebay.store import bench, bench_peers
+from forebay.store import Status, StoreClient, bench, bench_peers
+from forebay.store.wire.messages import Tier
 from tests.store.store_cluster import CERTIFICATE, KEY, wait_for
 from tests.store.store_process import Farm, Process, farm
 
@@ -53,6 +54,22 @@ def test_a_life_of_a_key(nodes: Farm, up: Process, tmp_path: Path) -> None:
     assert run("rm", up.url, "hello", "none", *secret).stdout == "hello: OK\nnone: NOT_FOUND\n"
     assert run("get", up.url, "hello", *secret).exit_code == 1
     assert "1 objects" in run("status", up.url, *secret).stdout
+
+
+@pytest.mark.parametrize("allowed", [True, False])
+def test_prefetch_says_what_came_of_it(nodes: Farm, tmp_path: Path, allowed: bool) -> None:
+    switches = ["--ssd-prefetch"] if allowed else []
+    up = nodes.run("up", "--listen", "127.0.0.1:0", "--dram", "16MiB", "--lease-s", "0.5", "--ssd", str(tmp_path / "log"), *switches)
+    with StoreClient.connect(up.url) as client:
+        keys = [b"key-%02d" % number for number in range(24)]
+        for key in keys:
+            assert client.put(key, bytes(1 << 20)) is Status.OK
+        wait_for(lambda: client.tiers(keys[:1]) == [{Tier.SSD}])
+        done = run("prefetch", up.url, "key-00")
+        assert done.stdout.startswith("1 asked for, 0 in DRAM already, 0 not there\n")
+        assert ("1 in DRAM now" in done.stdout, done.exit_code) == (allowed, 0 if allowed else 1)
+        assert ("--ssd-prefetch" in done.stderr) is not allowed
+        assert client.tiers(keys[:1]) == [{Tier.SSD, Tier.MEMORY} if allowed else {Tier.SSD}]
 
 
 def test_without_the_secret_nothing_is_told(up: Process) -> None:
