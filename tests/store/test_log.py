@@ -236,7 +236,7 @@ def test_a_tombstone_outlives_its_file_while_an_older_record_may_remain(tmp_path
     log = SsdLog(Directory(tmp_path), 12 * MIB)
     assert log.file_bytes == 4 * MIB
     log.append([item(b"victim", b"v" * 100, 1)])
-    log.append([item(b"pad1", bytes(4 * MIB - 100_000), 2)])  # file 1 is full
+    log.append([item(b"pad1", bytes(4 * MIB - 20_000), 2)])  # file 1 is full
     log.bury([Grave(TENANT, b"victim", 1)], [])
     log.append([item(b"pad2", bytes(4 * MIB - 100_000), 3)])  # file 2 has the tombstone
     read(log, b"pad1", 2)  # file 1 is in use, file 2 goes first
@@ -466,6 +466,76 @@ def test_what_left_the_log_is_told_at_once_and_never_before_it_was_said_to_be_th
     desk.look()
     present = {int(key) for key in desk.logged} - {int(key) for key in desk.lost} - {8}
     assert present == {number for number in range(30) if desk.log.has(TENANT, b"%d" % number, number + 1)}
+
+
+class Platter(Directory):
+    """A real directory, and beside it in ``safe`` what a power cut would leave. Syncs fail while it is ``ill``."""
+
+    def __init__(self, path: Path, safe: Path) -> None:
+        super().__init__(path)
+        safe.mkdir()
+        self.safe = safe
+        self.ill = False
+
+    def sync(self, fd: int) -> None:
+        if self.ill:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        super().sync(fd)
+        name = Path(os.readlink(f"/proc/self/fd/{fd}")).name
+        (self.safe / name).write_bytes((self.path / name).read_bytes())
+
+    def sync_directory(self) -> None:
+        super().sync_directory()
+        for file in self.safe.iterdir():
+            if not (self.path / file.name).exists():
+                file.unlink()
+
+    def after_a_power_cut(self) -> SsdLog:
+        return SsdLog(Directory(self.safe), 12 * MIB)
+
+
+def test_what_is_kept_of_a_file_that_goes_is_on_the_disk_before_it_goes(tmp_path: Path) -> None:
+    files = Platter(tmp_path / "log", tmp_path / "safe")
+    log = SsdLog(files, 12 * MIB)
+    log.append([item(b"removed", b"r", 1), item(b"pad1", bytes(4 * MIB - 20_000), 2)])  # file 1 is full
+    log.append([item(b"hot", b"h" * 100, 3)])
+    log.bury([Grave(TENANT, b"removed", 1)], [])
+    log.append([item(b"pad2", bytes(4 * MIB - 100_000), 4)])  # file 2 has the tombstone
+    log.append([item(b"pad3", bytes(MIB), 5)])
+    read(log, b"hot", 3)
+    read(log, b"pad1", 2)  # file 1 is in use, file 2 goes first
+    log.make_room(4 * MIB, [])
+    assert not log.has(TENANT, b"pad2", 4) and log.has(TENANT, b"pad1", 2) and read(log, b"hot", 3) == b"h" * 100
+    cut = files.after_a_power_cut()
+    assert read(cut, b"hot", 3) == b"h" * 100 and not cut.has(TENANT, b"removed", 1) and cut.has(TENANT, b"pad1", 2)
+    cut.close()
+    log.close()
+
+
+@pytest.mark.parametrize("sealed", [False, True])
+def test_what_could_not_be_synced_was_neither_logged_nor_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sealed: bool) -> None:
+    """Also if its file was full meanwhile, and the next one can be synced."""
+    monkeypatch.setattr(writer, "SYNC_EVERY_S", 60.0)
+    files = Platter(tmp_path / "log", tmp_path / "safe")
+    desk = Desk(files, capacity=12 * MIB)
+    desk.append(b"removed", b"r" * 100, 1)
+    desk.writer.submit(BuryJob(1, [Grave(TENANT, b"nothing", 1)]))  # has all before it synced
+    wait_for(lambda: desk.look().buried == [1])
+    files.ill = True
+    desk.append(b"k", b"k" * 100, 2)
+    if sealed:
+        desk.append(b"pad", bytes(4 * MIB), 3)
+        wait_for(lambda: desk.log.has(TENANT, b"pad", 3))
+        files.ill = False
+    desk.writer.submit(BuryJob(77, [Grave(TENANT, b"removed", 1)]))
+    wait_for(lambda: b"k" in desk.look().failed)
+    assert desk.buried == [1] and b"k" not in desk.logged and not desk.log.has(TENANT, b"k", 2)
+    files.ill = False
+    wait_for(lambda: desk.look().buried == [1, 77])
+    cut = files.after_a_power_cut()
+    assert not cut.has(TENANT, b"removed", 1)
+    cut.close()
+    desk.close()
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])

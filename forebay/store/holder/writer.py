@@ -80,6 +80,7 @@ class LogWriter:
         self._report = report
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._owed: list[BuryJob] = []  # removals that the disk refused
+        self._unsaid: list[BuryJob] = []  # those that were written and not reported yet
         self._unreported = Report()
         self._unsynced_bytes = 0
         self._unsynced_since = 0.0
@@ -181,8 +182,7 @@ class LogWriter:
             self._owed.append(job)
             return
         self._note_unsynced(BLOCK_BYTES)
-        if job.op:
-            self._unreported.buried.append(job.op)
+        self._unsaid.append(job)
 
     def _bury_now(self, graves: list[Grave]) -> list[bool]:
         self._log.bury(graves, self._unreported.lost)
@@ -205,6 +205,13 @@ class LogWriter:
         return None
 
     def _break(self, error: OSError) -> None:
+        """What was written and not reported yet may not be on the disk: it is not believed to be, and done again later."""
+        report = self._unreported
+        self._log.disown([(entry.tenant, entry.key, entry.generation) for entry in report.logged])
+        report.failed += report.logged
+        report.logged = []
+        self._owed += self._unsaid
+        self._unsaid = []
         self._broken_since = self._tried_at = time.monotonic()
         self.state = f"DRAM only: {error.strerror or error}"
 
@@ -220,9 +227,10 @@ class LogWriter:
             self._log.sync()
         except OSError as error:
             self._log.abandon_active()
+            self._log.disown([])
             self.state = f"DRAM only: {error.strerror or error}"
             return False
-        self._unreported.buried += [job.op for job in self._owed if job.op]
+        self._unsaid += self._owed
         self._owed, self._broken_since, self.state = [], 0.0, "ok"
         return True
 
@@ -241,19 +249,20 @@ class LogWriter:
 
     def _flush(self, *, force: bool) -> None:
         """Sync if it is due, then report; with BATCH what is not synced yet is not reported yet."""
-        report = self._unreported
         waited = bool(self._unsynced_since) and time.monotonic() >= self._unsynced_since + SYNC_EVERY_S
-        due = self._fsync is Fsync.ALWAYS or force or waited or self._unsynced_bytes >= SYNC_EVERY_BYTES or report.buried
+        asked = force or self._fsync is Fsync.ALWAYS or any([job.op for job in self._unsaid])
         if self._unsynced_since and self._fsync is not Fsync.NEVER:
-            if not due:
+            if not (asked or waited or self._unsynced_bytes >= SYNC_EVERY_BYTES):
                 self._report_lost()
                 return
             try:
                 self._log.sync()
             except OSError as error:
-                report.failed += report.logged
-                report.logged = []
+                self._log.abandon_active()
                 self._break(error)
+        report = self._unreported
+        report.buried = [job.op for job in self._unsaid if job.op]
+        self._unsaid = []
         self._unsynced_bytes, self._unsynced_since = 0, 0.0
         report.state = self.state
         if not report.empty() or report.state != self._last_state:

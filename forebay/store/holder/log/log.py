@@ -77,6 +77,7 @@ class SsdLog:
         self._tick = 1
         self._hints: LogHints | None = None
         self._highest = 0
+        self._seal_error: OSError | None = None
         self._has_ghosts = False  # files may have good records that the index does not know: a removal needs a tombstone in any case
         self._buffer = aligned_buffer(8 << 20)
         self._rebuild()
@@ -204,8 +205,24 @@ class SsdLog:
         self.kept_graves = {grave: None for grave in list(self.kept_graves) if grave.behalf != behalf}
 
     def sync(self) -> None:
+        """Everything that was appended is on the disk. Raises ``OSError`` if that is not known, also of a file that was sealed since,
+        and until `disown` was told what may not be there."""
+        if self._seal_error is not None:
+            raise self._seal_error
         if self._active is not None:
             self._files.sync(self._active.fd)
+
+    def disown(self, names: Sequence[tuple[str, bytes, int]]) -> None:
+        """These (tenant, key, generation) may or may not be on the disk: they do not count, and a removal must speak against them."""
+        self._seal_error = None
+        with self._lock:
+            self._has_ghosts = True
+            for tenant, key, generation in names:
+                record = self.index.get((tenant, key), generation)
+                if record is not None:
+                    self.index.remove((tenant, key), record)
+        for tenant, key, _ in names:
+            self.hide(tenant, key)
 
     def abandon_active(self) -> None:
         """A write failed: what is behind the last good record is torn, so go on in a new file."""
@@ -353,6 +370,9 @@ class SsdLog:
             return
         try:
             self._files.sync(file.fd)
+        except OSError as error:
+            self._seal_error = error
+        try:
             self._files.truncate(file.fd, file.size)
         except OSError:
             self._has_ghosts = True  # of a write that failed: some of its records may be whole
@@ -376,6 +396,8 @@ class SsdLog:
         carried = [grave for grave in victim.graves if (grave in self.kept_graves if grave.behalf else older)]
         if carried:
             self._append_graves(carried)
+        if moved or carried:
+            self.sync()
         return self._drop(victim, keep=moved)
 
     def _drop(self, victim: LogFile, keep: set[tuple[str, bytes, int]]) -> list[HeldSsd]:
