@@ -20,7 +20,7 @@ from forebay.store.client.gets import FAILOVER_S, Want
 from forebay.store.crc import crc32c
 from forebay.store.holder.log.files import aligned_buffer
 from forebay.store.holder.log.hints import LARGEST_BYTES, Hint, LogView, OpenFile
-from forebay.store.holder.log.record import BLOCK_BYTES, Head, Kind, pack_head, padded
+from forebay.store.holder.log.record import BLOCK_BYTES, is_head, padded
 from forebay.store.native.library import address_of, copy_crc32c
 from forebay.store.native.reads import OneRead
 from forebay.store.wire.messages import Tier
@@ -104,8 +104,7 @@ class OwnRead:
             else:
                 crc = crc32c(value.data)
                 want.target[:] = value[want.offset : want.offset + len(want.target)]
-        head = pack_head(Head(Kind.VALUE, want.generation, length, crc, self._tenant, want.key))
-        return self._reader.block[: len(head)] == head
+        return is_head(self._reader.block, want.generation, length, crc, self._tenant, want.key)
 
 
 def _reader() -> _Reader | None:

@@ -27,6 +27,9 @@ class Kind(IntEnum):
     GRAVES = 2
 
 
+_VALUE = int(Kind.VALUE)
+
+
 class RecordError(ValueError):
     """These bytes are no record."""
 
@@ -58,6 +61,14 @@ def pack_head(head: Head) -> bytes:
     if len(packed) > BLOCK_BYTES:
         raise RecordError(f"tenant and key of {len(names)} bytes; {BLOCK_BYTES - _NAMES_AT} are allowed")
     return packed
+
+
+def is_head(block: memoryview, generation: int, value_bytes: int, value_crc: int, tenant: str, key: bytes) -> bool:
+    """Whether ``block`` begins with the head of this very value. Everything that the head's own checksum covers is compared, so that adds
+    nothing."""
+    names = tenant.encode() + key
+    fixed = _HEAD.pack(MAGIC, VERSION, _VALUE, generation, value_bytes, len(names) - len(key), len(key), value_crc)
+    return block[: _HEAD.size] == fixed and block[_NAMES_AT : _NAMES_AT + len(names)] == names
 
 
 def write_head(head: Head, block: memoryview) -> None:
