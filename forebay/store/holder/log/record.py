@@ -64,7 +64,7 @@ def pack_head(head: Head) -> bytes:
 
 
 def is_head(block: memoryview, generation: int, value_bytes: int, value_crc: int, tenant: str, key: bytes) -> bool:
-    """Whether ``block`` begins with the head of this very value. Everything that the head's own checksum covers is compared, so that adds
+    """Whether ``block`` begins with the head of this very value. All that the head's own checksum covers is compared, so that adds
     nothing."""
     names = tenant.encode() + key
     fixed = _HEAD.pack(MAGIC, VERSION, _VALUE, generation, value_bytes, len(names) - len(key), len(key), value_crc)
