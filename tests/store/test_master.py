@@ -3,6 +3,7 @@
 import pytest
 
 from forebay.store.backend import Status
+from forebay.store.master import puts
 from forebay.store.master.machine import FromHolder, Ticked
 from forebay.store.master.records import MasterConfig
 from forebay.store.master.space import evict
@@ -19,6 +20,7 @@ from forebay.store.wire.messages import (
     Dropped,
     Exists,
     Get,
+    Grant,
     Granted,
     HeldSsd,
     Inventory,
@@ -259,6 +261,24 @@ def test_a_put_that_finds_no_room_is_refused_after_put_wait_and_not_before() -> 
     world.later(0.2)
     granted = world.inbox[client][-1]
     assert isinstance(granted, Granted) and granted.grants[0].code == Status.NO_SPACE
+
+
+def test_only_so_many_keys_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They take the master's memory meanwhile. Whoever comes on top is told at once, and may wait when others have done so."""
+    monkeypatch.setattr(puts, "MAX_WAITING_KEYS", 10)
+    world = World(quiet(put_wait_s=2.0))
+    world.holder(FakeHolder("h", memory_bytes=1 << 16))
+    first, second = world.client(), world.client()
+    assert put(world, first, b"on its way to the log", 40_000, persist=False) == OK
+    six = PutStart(1, [b"k-%d" % number for number in range(6)], [1 << 15] * 6)
+    refused = Granted(1, [Grant(Status.NO_SPACE)] * 6)
+    world.ask(first, six)
+    assert world.call(second, six) == refused and len(world.master.state.waiting) == 1
+    world.later(2.1)
+    assert world.inbox[first][-1] == refused and not world.master.state.waiting
+    before = len(world.inbox[second])
+    world.ask(second, six)
+    assert len(world.inbox[second]) == before and len(world.master.state.waiting) == 1
 
 
 def test_a_batch_larger_than_the_room_is_granted_in_part_and_never_waits_while_holding_room() -> None:

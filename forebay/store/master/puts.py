@@ -45,6 +45,7 @@ OK, EXISTS, NOT_FOUND = Status.OK, Status.EXISTS, Status.NOT_FOUND  # an enum's 
 ALLOCATE, COMMIT = Cause.ALLOCATE, Cause.COMMIT
 TOKEN_BYTES = 8
 MAX_RETRIES_A_STEP = 256
+MAX_WAITING_KEYS = 1 << 17  # of all waiting puts: they are kept meanwhile, and whoever asks chooses how long they are
 PUT_LIFE_S = 60.0  # and a second more for each of these:
 PUT_BYTES_PER_S = 1 << 20
 CHECKED_EVERY_S = 1.0
@@ -63,11 +64,13 @@ def start(state: State, now: float, session: int, message: PutStart) -> None:
     request = Waiting(session, message.call, message.keys, message.lengths, now + state.config.put_wait_s)
     if try_answer(state, now, request, final=False):
         return
-    if len(state.waiting) >= state.config.max_waiting_puts:
+    too_many_keys = state.waiting_keys + len(message.keys) > MAX_WAITING_KEYS
+    if too_many_keys or len(state.waiting) >= state.config.max_waiting_puts:
         try_answer(state, now, request, final=True)
         return
     state.count("puts_waited")
     state.waiting.append(request)
+    state.waiting_keys += len(request.keys)
 
 
 def try_answer(state: State, now: float, request: Waiting, *, final: bool) -> bool:
@@ -90,6 +93,8 @@ def retry_waiting(state: State, now: float) -> None:
         request = state.waiting.popleft()
         if request.session in state.sessions and not try_answer(state, now, request, final=now >= request.deadline):
             state.waiting.append(request)
+        else:
+            state.waiting_keys -= len(request.keys)
 
 
 def end(state: State, now: float, session: int, message: PutEnd) -> None:

@@ -371,6 +371,7 @@ class State:
     by_name: dict[str, Holder] = field(default_factory=dict)
     sessions: dict[int, Session] = field(default_factory=dict)
     waiting: deque[Waiting] = field(default_factory=deque)
+    waiting_keys: int = 0  # of all of them
     burials: dict[int, Burial] = field(default_factory=dict)
     buries: dict[int, int] = field(default_factory=dict)  # number of a Bury under way -> its burial
     graves: dict[str, dict[tuple[str, bytes], tuple[Grave, ...]]] = field(default_factory=dict)  # absent holder -> what it must hear
