@@ -38,14 +38,26 @@ class Report:
 
 
 def check(path: Path) -> Report:
-    """Read everything under ``path`` and change nothing. Raises ``OSError``; ``BlockingIOError`` if a holder is using it."""
+    """Read the log in ``path`` and change nothing. Raises ``OSError``; ``BlockingIOError`` if a holder is using it."""
     if not path.is_dir():
         raise FileNotFoundError(2, "no such directory", str(path))
+    if not _is_log(path):
+        raise FileNotFoundError(2, f"no holder's directory{_nearby(path)}", str(path))
     lock = Lock(path)
     try:
         return _check(Directory(path))
     finally:
         lock.release()
+
+
+def _is_log(path: Path) -> bool:
+    return (path / "name").exists() or any(path.glob("*.log"))
+
+
+def _nearby(path: Path) -> str:
+    """Where somebody may have meant: with several masters each has a log in a sub-directory."""
+    inside = sorted(child.name for child in path.iterdir() if child.is_dir() and _is_log(child))
+    return f", but there are some inside, {', '.join(inside)}: check each" if inside else ""
 
 
 def _check(files: Directory) -> Report:

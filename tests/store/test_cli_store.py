@@ -11,6 +11,8 @@ from typer.testing import CliRunner, Result
 
 from forebay.cli.store import app
 from forebay.store import Status, StoreClient, bench, bench_peers
+from forebay.store.holder.log.files import Directory
+from forebay.store.holder.log.log import SsdLog
 from forebay.store.wire.messages import Tier
 from tests.store.store_cluster import CERTIFICATE, KEY, wait_for
 from tests.store.store_process import Farm, Process, farm
@@ -123,6 +125,18 @@ def test_what_a_user_gets_wrong_is_one_line_and_status_2(args: tuple[str, ...], 
     result = run(*args)
     assert result.exit_code == 2, result
     assert words in result.stderr and len(result.stderr.strip().splitlines()) == 1 and result.stdout == ""
+
+
+def test_fsck_of_what_is_no_log_is_one_line_and_not_a_clean_one(tmp_path: Path) -> None:
+    """With several masters the logs are one floor below."""
+    result = run("fsck", str(tmp_path))
+    assert result.exit_code == 2 and "no holder's directory" in result.stderr and list(tmp_path.iterdir()) == []
+    for master in ("a_7001", "b_7001"):
+        SsdLog(Directory(tmp_path / master), 1 << 20).close()
+        (tmp_path / master / "name").write_text("h\n")
+    result = run("fsck", str(tmp_path))
+    assert result.exit_code == 2 and "a_7001, b_7001: check each" in result.stderr
+    assert run("fsck", str(tmp_path / "a_7001")).exit_code == 0
 
 
 def test_a_peer_that_is_not_installed_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
