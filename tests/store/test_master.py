@@ -3,9 +3,9 @@
 import pytest
 
 from forebay.store.backend import Status
-from forebay.store.master import puts
+from forebay.store.master import membership, puts
 from forebay.store.master.machine import FromHolder, Ticked
-from forebay.store.master.records import MasterConfig
+from forebay.store.master.records import Holder, MasterConfig, State
 from forebay.store.master.space import evict
 from forebay.store.master.transitions import Cause, IllegalTransition, ReplicaState, move
 from forebay.store.wire.messages import (
@@ -942,6 +942,28 @@ def test_who_has_said_what_its_log_has_is_not_asked_again() -> None:
     entry = HeldSsd("default", b"k", known.generation, PAGE)
     world.step(FromHolder(holders[0].session, Dropped([entry])))
     assert [copy.holder.number for copy in known.ssd] == [holders[1].number] and known.unheard == ()
+
+
+def test_a_holder_that_is_new_to_a_master_costs_it_no_look_at_all_objects(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a master's restart they all are."""
+    looks: list[str] = []
+    real = membership._drop_unconfirmed
+
+    def looked(state: State, holder: Holder) -> None:
+        looks.append(holder.register.name)
+        real(state, holder)
+
+    monkeypatch.setattr(membership, "_drop_unconfirmed", looked)
+    world = World(quiet())
+    first, second = world.holder(FakeHolder("first")), world.holder(FakeHolder("second"))
+    put(world, world.client(), b"k")
+    world.restart_master()
+    for holder in (first, second):
+        world.holder(holder)
+    assert looks == [] and exists(world, world.client(), b"k") == [OK]
+    world.lose(first.session)
+    world.holder(first)
+    assert looks == ["first"] and exists(world, world.client(), b"k") == [OK]
 
 
 def test_a_log_that_came_back_without_a_record_is_not_believed_to_have_it() -> None:

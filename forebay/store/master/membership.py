@@ -286,6 +286,16 @@ def _drain_stranger(holder: Holder, object: Object, entry: HeldMemory, until: fl
 def _complete(state: State, now: float, holder: Holder) -> None:
     """The inventory is in: what it did not confirm is gone."""
     state.unheard.pop(holder.register.name, None)
+    if holder.round > 1:  # else this master knew nothing of it: after a restart all holders come, and each look is at all objects
+        _drop_unconfirmed(state, holder)
+    _deliver(state, now, holder)
+    holder.complete = True
+    holder.settle()
+    open_if_heard(state, now)
+    state.send(holder.session, Serving(sum(1 for _ in space.ranges(holder, state))))
+
+
+def _drop_unconfirmed(state: State, holder: Holder) -> None:
     for tenant in state.tenants.values():
         for object in list(tenant.objects.values()):
             for replica in object.memory:
@@ -295,11 +305,6 @@ def _complete(state: State, now: float, holder: Holder) -> None:
                 _drop_ssd(state, object, holder)
             object.heard(holder)
             _unlist_if_empty(object)
-    _deliver(state, now, holder)
-    holder.complete = True
-    holder.settle()
-    open_if_heard(state, now)
-    state.send(holder.session, Serving(sum(1 for _ in space.ranges(holder, state))))
 
 
 def _deliver(state: State, now: float, holder: Holder) -> None:
