@@ -3,8 +3,9 @@
     prime -> drain -> for each round:  device | flush device -> host | flush both -> store | flush both, drop the store's pages -> disk
 
 A store's memory tier is the page cache for `file:` and the holder's segment for `embedded`; its disk tier is the same files with the
-page cache dropped, and a second `embedded` whose memory is too small for the prompts, so that they are read from its log. Beside them
-the machine's own rate: `O_DIRECT` reads of a file as large as the prompt's pages, one round after another.
+page cache dropped, and a second `embedded` whose memory holds a fifth of a prompt, and first of another one that nobody asks for again.
+What the kernel counted as read from disks meanwhile by the server's processes is told beside each time (``disk_share``, of the prompt's
+pages). Beside them the machine's own rate: `O_DIRECT` reads of a file as large as the prompt's pages, one round after another.
 """
 
 import mmap
@@ -19,6 +20,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import psutil
 
 from forebay.bench.token_ids import first_token_id
 from forebay.bench.ttft.load import Answer, Client
@@ -30,7 +32,7 @@ from forebay.settings import Settings
 RAW_READ_BYTES = 4 << 20
 SALT = "bench tiers"
 TRIES = 3
-SMALL_SHARE = 1.1  # of one prompt's pages: the memory of a store that is to read two prompts in turn from its disk
+SMALL_SHARE = 0.2  # of one prompt's pages: the memory of a store that is to read two prompts in turn from its disk
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +46,11 @@ class Tier:
 
 @dataclass(slots=True)
 class Samples:
-    """Milliseconds by tier, and how often it was no hit; raw reads in GB/s."""
+    """Milliseconds by tier, how often it was no hit, and how much of its bytes came from a disk; raw reads in GB/s."""
 
     ttft_ms: dict[str, list[float]] = field(default_factory=dict)
     missed: Counter[str] = field(default_factory=Counter)
+    disk_share: dict[str, list[float]] = field(default_factory=dict)
     raw_gb_s: list[float] = field(default_factory=list)
 
 
@@ -71,10 +74,17 @@ def measure(
             tiers = _tiers(client, store, directory / "pages")
             for number in range(rounds):
                 say(f"hits, {store}: round {number + 1} of {rounds}")
-                _round(client, asks[number % len(asks)], tiers, samples, tokens)
+                _round(client, asks[number % len(asks)], tiers, samples, tokens, server.pid, size)
                 samples.raw_gb_s.append(_raw_read(directory / "raw", size))
         rows += [
-            {"store": store, "tier": name, "ttft_ms": times, "missed": samples.missed[name]} for name, times in samples.ttft_ms.items()
+            {
+                "store": store,
+                "tier": name,
+                "ttft_ms": times,
+                "missed": samples.missed[name],
+                "disk_share": samples.disk_share[name],
+            }
+            for name, times in samples.ttft_ms.items()
         ]
         rows.append({"store": store, "tier": "raw reads", "gb_s": samples.raw_gb_s, "bytes": size})
     return rows
@@ -99,14 +109,14 @@ def _token_bytes(config: ModelConfig, settings: Settings) -> int:
 
 
 def _prime(client: Client, config: ModelConfig, tokens: int, store: str) -> list[Ask]:
-    """Computed and stored. Two prompts, so that a store with memory for one has to read each from its disk."""
+    """Computed and stored: two prompts, and a third that comes last and is what a small store's memory has room for."""
     dice = random.Random(f"tiers/{store}")
-    prompts = [[dice.randrange(first_token_id(config.vocab_size), config.vocab_size) for _ in range(tokens)] for _ in range(2)]
+    prompts = [[dice.randrange(first_token_id(config.vocab_size), config.vocab_size) for _ in range(tokens)] for _ in range(3)]
     asks = [Ask(index, prompt, True) for index, prompt in enumerate(prompts)]
     for ask in asks:
         client.closed_load([ask], 1, SALT)
         drain(client, store)
-    return asks
+    return asks[:2]
 
 
 def _tiers(client: Client, store: str, files: Path) -> list[Tier]:
@@ -128,26 +138,36 @@ def _tiers(client: Client, store: str, files: Path) -> list[Tier]:
     return [*found, Tier("disk", "cached_store", from_disk)] if store == "file" else found
 
 
-def _round(client: Client, ask: Ask, tiers: Sequence[Tier], samples: Samples, tokens: int) -> None:
+def _round(client: Client, ask: Ask, tiers: Sequence[Tier], samples: Samples, tokens: int, server: int, size: int) -> None:
     for tier in tiers:
-        samples.ttft_ms.setdefault(tier.name, []).append(1000 * _hit(client, ask, tier, samples, tokens).ttft_s)
+        answer, read = _hit(client, ask, tier, samples, tokens, server)
+        samples.ttft_ms.setdefault(tier.name, []).append(1000 * answer.ttft_s)
+        samples.disk_share.setdefault(tier.name, []).append(read / size)
 
 
-def _hit(client: Client, ask: Ask, tier: Tier, samples: Samples, tokens: int) -> Answer:
-    """Asked again, and counted, if it was no whole hit: on a busy machine the store's answer may come too late to be waited for.
+def _hit(client: Client, ask: Ask, tier: Tier, samples: Samples, tokens: int, server: int) -> tuple[Answer, int]:
+    """With the bytes that were read from disks for it. Asked again, and counted, if it was no whole hit: on a busy machine the store's
+    answer may come too late to be waited for.
 
     Raises ``TtftError`` unless all tokens but the last, which is always computed, come from the tier at last.
     """
     found = 0
     for _ in range(TRIES):
         tier.prepare()
+        before = _disk_bytes(server)
         (answer,) = client.closed_load([ask], 1, SALT)
         found = getattr(answer, tier.wanted)
         if found >= tokens - 1:
-            return answer
+            return answer, _disk_bytes(server) - before
         samples.missed[tier.name] += 1
         drain(client, tier.name)
     raise TtftError(f"a hit of {tokens} tokens should have come from {tier.name}; {found} did ({tier.wanted}), asked {TRIES} times")
+
+
+def _disk_bytes(server: int) -> int:
+    """What a server and its children have had read from disks so far (proc(5), ``read_bytes``)."""
+    first = psutil.Process(server)
+    return sum(process.io_counters().read_bytes for process in (first, *first.children(recursive=True)))
 
 
 def _fill_page_cache(directory: Path) -> None:
