@@ -4,9 +4,12 @@ import random
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from forebay import LLM, RequestOutput, SamplingParams
+from forebay.core.tickets import TICKETS_AT_ONCE
+from forebay.store.backends import directory
 from tests.frontend.tiny_text import CONTEXT, write_random_weights, write_text_model
 
 PAGE = 16
@@ -108,6 +111,26 @@ def test_quantised_pages_come_back_from_every_tier_as_they_were(model: Path, tmp
     assert any(path.is_file() for path in (tmp_path / "pages").rglob("*"))
     other = run(model, work[:1], store=url, fetch_policy="wait", pp=2)
     assert cached(other) == 0, "pages of another format are other pages"
+
+
+def test_copies_and_reads_take_a_bounded_share_of_the_cores(model: Path, tmp_path: Path) -> None:
+    """However much there is to fetch, save and store, a rank has as many threads for it as the design says, each of which computes on
+    one core at most (no library's pool is behind it)."""
+
+    def threads(**settings: object) -> list[int]:
+        """Of each rank, once all has been stored, dropped and fetched again, eight requests at a time."""
+        work = prompts(24, seed=1)
+        with LLM(str(model), pp=2, **(COMMON | settings)) as llm:  # type: ignore[arg-type]
+            for _ in range(2):
+                llm.generate(work, GREEDY)
+            children = psutil.Process().children(recursive=True)
+            return [child.num_threads() for child in children if "forebay.runtime.worker" in " ".join(child.cmdline())]
+
+    bare = threads(host_memory=1)
+    store = f"file:{tmp_path / 'pages'}"
+    full = threads(device_memory="160KiB", host_memory="160KiB", store=store, fetch_policy="wait")
+    assert len(bare) == len(full) == 2
+    assert [more - less for more, less in zip(full, bare, strict=True) if more - less > TICKETS_AT_ONCE + 1 + directory.THREADS] == []
 
 
 def test_damaged_files_cost_recomputing_and_nothing_else(model: Path, plain: list[list[int]], tmp_path: Path) -> None:
