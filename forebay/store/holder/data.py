@@ -5,6 +5,7 @@ read must name memory that holds an object of the tenant.
 """
 
 import asyncio
+import hmac
 import time
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
@@ -195,7 +196,7 @@ class DataServer:
     def _begin(self, connection: Connection, piece: Piece) -> Entry | None:
         tenant = _tenant(connection)
         wanted = room_token(self._keeper.token_key, tenant, piece.key, piece.generation, piece.offset, piece.length)
-        if wanted != piece.token:
+        if not hmac.compare_digest(wanted, piece.token):
             return None
         entry = Entry(tenant, piece.key, piece.generation, piece.generation, piece.offset, piece.length, piece.crc)
         return entry if self._keeper.memory.begin(entry) else None
