@@ -223,6 +223,25 @@ def test_what_could_not_be_read_for_a_moment_does_not_come_back_after_a_restart(
         assert client.exists([b"k"]) == [False] and client.get(b"k") is None
 
 
+def test_what_could_not_be_read_for_a_moment_is_logged_anew_while_memory_has_it(tmp_path: Path) -> None:
+    files = Hiccup(tmp_path)
+    with cluster(quick()) as nodes:
+        holder = nodes.holder(4 * MIB, tmp_path, files=files)
+        client = nodes.client(allow_local=False)
+        assert client.put(b"k", b"bytes") is Status.OK
+        wait_for(lambda: client.tiers([b"k"]) == [{MEMORY, SSD}])
+        assert holder.log is not None and holder._reads is not None
+        (held,) = holder.log.entries()
+        files.ill = True
+        assert nodes.do(holder._reads.read(held.tenant, held.key, held.generation)) is None
+        files.ill = False
+        wait_for(lambda: holder.log is not None and holder.log.has(held.tenant, held.key, held.generation))
+        wait_for(lambda: client.tiers([b"k"]) == [{MEMORY, SSD}])
+        nodes.stop_holder(holder)
+        nodes.holder(4 * MIB, tmp_path)
+        assert client.get(b"k") == b"bytes"
+
+
 def test_a_full_disk_leaves_a_memory_store_that_says_so_and_recovers(tmp_path: Path) -> None:
     files = FailingFiles(tmp_path)
     with cluster(quick(put_wait_s=0.5)) as nodes:

@@ -461,11 +461,16 @@ class Holder:
         self._was_broken = report.state != "ok"
 
     def _damaged(self, held: HeldSsd) -> None:
-        """A read found a record bad. If the next one does not (EIO may pass), it must not be there again after a restart: the key may
-        have been removed or replaced meanwhile, with nobody to say so here."""
-        if self._writer is not None:
-            self._writer.submit(BuryJob(0, [Grave(held.tenant, held.key, held.generation, True)]))
+        """A read found a record bad. If memory still has the object it is logged anew. Else it must not be there again after a restart,
+        if the next read does not find it bad (EIO may pass): the key may have been removed or replaced meanwhile, and nobody would say
+        so here."""
         self._link.send(Dropped([held]))
+        here = [one for one in self.memory.of(held.tenant, held.key) if one.live and not one.buried]
+        alive = next((one for one in here if one.generation == held.generation), None)
+        if alive is not None:
+            self.written(alive, None)
+        elif self._writer is not None:
+            self._writer.submit(BuryJob(0, [Grave(held.tenant, held.key, held.generation, True)]))
 
     def _log_what_is_missing(self) -> None:
         """What is in memory alone and on its way to no log: it came while the disk failed, or its file was evicted before the master
