@@ -236,6 +236,7 @@ def _take_loads(replica: Replica, number: int) -> tuple[Copy, ...]:
     assert cache is not None
     loads, replica.loads = replica.loads, []
     copies = tuple(Copy(node.page, node.pages[HOST]) for node in loads)
+    cache.carry_loads(loads)
     cache.release(loads, (), number, loaded=loads)
     return copies
 

@@ -16,6 +16,7 @@ I13 a load that no plan carries yet pins its node in both tiers
 I14 with staging host pages, something that moves or waits needs each of them, or a page below it
 I15 a waiting request that has not asked the store for what it misses will do so
 I16 plans of hits have gone ahead of no prompt more often than it bears
+I17 every stored page that was asked for is used, unused for one reason, brought and not yet used, or still under way
 """
 
 from collections import Counter
@@ -33,6 +34,7 @@ STUB = [NONE, NONE]
 def check(replica: Replica) -> None:
     """All invariants; O(pages), so for tests and simulation."""
     _check_places(replica)
+    _check_ledger(replica)
     cache = replica.cache
     if cache is None:
         assert not replica.running and not replica.in_flight and not replica.computing, "I6: running without a grid"
@@ -126,6 +128,16 @@ def _check_flight(replica: Replica, cache: PageCache) -> None:
     assert all(cache.retired < number <= replica.built for number in cache.fence_numbers), "I4: a fence waits for no plan in flight"
     for request in replica.running:
         assert request.last_plan <= replica.built, "I4: a request names a plan that was not built"
+
+
+def _check_ledger(replica: Replica) -> None:
+    ledger = replica.ledger
+    brought = 0 if replica.cache is None else sum([node.brought for node in replica.cache.tree])
+    assert ledger.brought == brought, f"I17: {ledger.brought} brought pages counted, {brought} in the tree"
+    under_way = replica.tickets.pages_under_way
+    told = ledger.used + sum(ledger.unused.values()) + brought + under_way
+    assert ledger.wanted == told, f"I17: {ledger.wanted} pages wanted, {told} accounted for: {ledger}, {under_way} under way"
+    assert min((under_way, *ledger.unused.values())) >= 0, f"I17: less than nothing: {ledger}, {under_way} under way"
 
 
 def _check_places(replica: Replica) -> None:

@@ -415,13 +415,17 @@ class TransferDone(_Message, frozen=True):
 
 
 class FetchProgress(_Message, frozen=True):
-    """The first ``pages`` of the ticket are in this rank's host pages. ``final``: it touches none of the ticket's pages any more."""
+    """The first ``pages`` of the ticket are in this rank's host pages. ``final``: it touches none of the ticket's pages any more.
+
+    ``found``: of a staged ticket, how many the store had for this rank; None if it was not asked.
+    """
 
     epoch: int
     rank: int
     transfer: int
     pages: int
     final: bool
+    found: int | None = None
 
 
 class StagedTaken(_Message, frozen=True):

@@ -8,6 +8,7 @@ no plan has to list the pages it reads.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from forebay.core.ledger import FetchLedger
 from forebay.core.pages import FENCED, NODE, REQUEST, TRANSFER, Owner, PagePool
 from forebay.core.tree import DEVICE, HOST, NONE, Node, PrefixTree, Tier
 
@@ -24,11 +25,14 @@ class Fenced:
 class PageCache:
     """L1 and L2 of one epoch. ``retired``: the newest plan that has retired. ``staging``: host pages are there for transfers alone."""
 
-    def __init__(self, device_pages: int, host_pages: int, retired: int, staging: bool = False) -> None:
+    def __init__(
+        self, device_pages: int, host_pages: int, retired: int, staging: bool = False, ledger: FetchLedger | None = None
+    ) -> None:
         self.staging = staging
+        self.ledger = ledger or FetchLedger()
         self.device = PagePool(device_pages)
         self.host = PagePool(host_pages)
-        self.tree = PrefixTree(staging)
+        self.tree = PrefixTree(staging, self.ledger)
         self.retired = retired
         self._fences: dict[int, list[Fenced]] = {}
 
@@ -75,6 +79,9 @@ class PageCache:
         """The request's device page joins a node that was in host memory only, pinned by that request."""
         self.device.to_node(page, REQUEST)
         self.tree.place(node, DEVICE, page)
+        if node.brought:
+            node.brought = False
+            self.ledger.lose("covered")
 
     # ------------------------------------------------------------------------------------------ LOAD: host -> device
 
@@ -84,6 +91,13 @@ class PageCache:
             self.device.to_node(page, REQUEST)
             self.tree.place(node, DEVICE, page)
             self.tree.pin(node, HOST)
+
+    def carry_loads(self, nodes: Sequence[Node]) -> None:
+        """A plan carries these LOADs: what was fetched is used."""
+        for node in nodes:
+            if node.brought:
+                node.brought = False
+                self.ledger.use()
 
     def cancel_load(self, node: Node) -> None:
         """Take back a LOAD that no plan carries and nobody but the LOAD itself pins."""
@@ -124,17 +138,24 @@ class PageCache:
         self.host.release(page, TRANSFER)
 
     def place_fetched(self, hash: bytes, parent: Node | None, page: int) -> Node:
-        """A fetched page joins the tree, unpinned; if the tree has the page in host memory already, or will have, it is freed."""
+        """A wanted page joins the tree, unpinned; if the tree has the page in host memory already, or will have, it is freed.
+
+        What the tree has meanwhile, in whatever tier, is covered.
+        """
         node = self.tree.get(hash)
         if node is None or (node.pages[HOST] == NONE and not node.saving):
             self.host.to_node(page, TRANSFER)
             if node is None:
                 node = self.tree.insert(hash, parent, HOST, page)
+                node.brought = True
+                self.ledger.brought += 1
             else:
+                self.ledger.leave("covered", 1)
                 self.tree.place(node, HOST, page)
             self.tree.unpin((node,), HOST)
             node.stored = True
         else:
+            self.ledger.leave("covered", 1)
             self.free_host(page)
         return node
 

@@ -309,7 +309,7 @@ class Planner:
                 case FetchProgress():
                     replica.tickets.progressed(done, replica.cache, now)
                 case StagedTaken():
-                    replica.tickets.taken(done)
+                    replica.tickets.taken(done, now)
                 case StoreDone():
                     replica.stores.done(replica.cache, done)
         except ProtocolError as error:
@@ -523,7 +523,7 @@ class Planner:
             plan_s_sum=counters.plan_s_sum,
             detail=self.detail,
             tickets=dict(replica.tickets.outcomes),
-            unused_tokens={why: pages * self.config.page_size for why, pages in replica.tickets.unused_pages.items()},
+            unused_tokens={why: pages * self.config.page_size for why, pages in replica.ledger.unused.items()},
             stored_pages=replica.stores.stored_pages,
             store_failures=replica.stores.failed_pages,
         )

@@ -7,6 +7,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from forebay.core.digest import ZERO
+from forebay.core.ledger import FetchLedger
 from forebay.core.pace import Pace
 from forebay.core.page_cache import PageCache
 from forebay.core.request import Phase, Request, RequestState
@@ -105,6 +106,7 @@ class Replica:
     loads: list[Node] = field(default_factory=list)  # host pages that the next plan brings to the device
     backups: BackupQueue = field(init=False)
     stores: StoreQueue = field(init=False)
+    ledger: FetchLedger = field(default_factory=FetchLedger)  # of all epochs
     tickets: TicketDesk = field(init=False)
     pace: Pace = field(default_factory=Pace)
     first_stage: Pace = field(default_factory=Pace)  # of its forward passes alone
@@ -125,7 +127,7 @@ class Replica:
         self.backups = BackupQueue(config.staging)
         self.stores = StoreQueue(config.staging)
         shape = (config.pp, config.tp)
-        self.tickets = TicketDesk(config.page_size, shape, config.fetch_policy, config.fetch_threshold, config.staged)
+        self.tickets = TicketDesk(config.page_size, shape, config.fetch_policy, config.fetch_threshold, self.ledger, config.staged)
 
     def next_arrival(self) -> int:
         self._arrivals += 1
@@ -152,7 +154,7 @@ class Replica:
 
     def start_epoch(self, epoch: int, device_pages: int, host_pages: int, s_per_token: float, now: float) -> None:
         self.tickets.epoch = epoch
-        self.cache = PageCache(device_pages, host_pages, self.built, self.config.staging)
+        self.cache = PageCache(device_pages, host_pages, self.built, self.config.staging, self.ledger)
         self.digest = ZERO
         self.pace = Pace(s_per_token)
         self.first_stage = Pace(s_per_token / self.config.pp)
@@ -179,6 +181,7 @@ class Replica:
         for request in self.requests.values():
             request.phase = Phase.NOT_ASKED
             request.fetched = request.suspect or request.losses > 1
+            request.asked_again = False
             request.ready.clear()
         self.computing.clear()
         running, self.running = self.running, []

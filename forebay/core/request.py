@@ -14,9 +14,10 @@ keeps the request's own page until the plan that wrote it has retired; then the 
 ``usage`` is known from its first admission on, and ``unsaid`` until its first token tells it.
 ``prefilling``: the piece that yields its next token has not been built yet. A decoding request waits for a token
 (``awaits_token``) or stands in ``Replica.decodes``. ``fetched``: has had its one ticket; ``ready``: host pages that it brought,
-pinned until the request is admitted. ``cached``: positions that its newest admission found computed; ``overtaken``: plans of hits that
-have gone ahead of its chunks since. ``losses``: of the grid while ranks worked on it, since its last token; ``suspect``: one was by a
-rank's fault, so it runs alone; ``faults_alone``: those that nobody else can have caused.
+pinned until the request is admitted; ``asked_again``: once more, since the page that its ticket hung on had gone. ``cached``: positions
+that its newest admission found computed; ``overtaken``: plans of hits that have gone ahead of its chunks since. ``losses``: of the grid
+while ranks worked on it, since its last token; ``suspect``: one was by a rank's fault, so it runs alone; ``faults_alone``: those that
+nobody else can have caused.
 """
 
 from dataclasses import dataclass
@@ -56,6 +57,7 @@ class Request:
 
     __slots__ = (
         "arrived_at",
+        "asked_again",
         "awaits_token",
         "cached",
         "computed",
@@ -115,6 +117,7 @@ class Request:
         self.unsaid: Usage | None = None
         self.phase = Phase.NOT_ASKED
         self.fetched = False
+        self.asked_again = False
         self.cleared()
         self.probe = 0  # where the first missing page was when admission last looked
         self.retries = 0

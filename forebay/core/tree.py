@@ -18,6 +18,8 @@ import heapq
 from collections.abc import Iterator, Sequence
 from enum import IntEnum
 
+from forebay.core.ledger import FetchLedger
+
 NONE = -1
 
 
@@ -38,12 +40,12 @@ class Node:
     ``group``: the hash of its prefix's first page.
     ``private``: only requests that may not be stored have used it. ``wanted``: stands in the queue for a host page; ``saving``:
     a BACKUP of it is under way. ``hits``: matches. ``stored``: believed to be in the store; ``storing``: on its way there, tried
-    ``tries`` times.
+    ``tries`` times. ``brought``: its host page was fetched, and no plan has loaded it yet.
     """
 
     __slots__ = (
-        "children", "group", "hash", "heirs", "hits", "offers", "pages", "parent", "pins", "private", "saving", "stale", "stored",
-        "storing", "tick", "tries", "wanted",
+        "brought", "children", "group", "hash", "heirs", "hits", "offers", "pages", "parent", "pins", "private", "saving", "stale",
+        "stored", "storing", "tick", "tries", "wanted",
     )  # fmt: skip
 
     def __init__(self, hash: bytes, parent: "Node | None", tick: int) -> None:
@@ -64,6 +66,7 @@ class Node:
         self.stored = False
         self.storing = False
         self.tries = 0
+        self.brought = False
 
     @property
     def page(self) -> int:
@@ -76,8 +79,9 @@ class Node:
 class PrefixTree:
     """Nodes by page hash, with pins and an eviction order for each tier."""
 
-    def __init__(self, staging: bool = False) -> None:
+    def __init__(self, staging: bool = False, ledger: FetchLedger | None = None) -> None:
         self._staging = staging
+        self._ledger = ledger or FetchLedger()
         self._nodes: dict[bytes, Node] = {}
         self._tick = 0
         self._unpinned = [0, 0]
@@ -199,6 +203,9 @@ class PrefixTree:
     def _take(self, node: Node, tier: Tier) -> int:
         page = node.pages[tier]
         node.pages[tier] = NONE
+        if node.brought and tier is HOST:
+            node.brought = False
+            self._ledger.lose("evicted")
         self._unpinned[tier] -= 1
         parent = node.parent
         if parent is not None:

@@ -12,6 +12,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from forebay.core.ledger import REASONS
 from forebay.core.messages import PLAN_SECONDS_BOUNDS, Output, Snapshot, TierUse
 from forebay.observe.figures import SECONDS_BOUNDS, STORE_OPS, TICKET_PHASES, TRANSFER_KINDS, Report, Timing
 
@@ -32,7 +33,6 @@ _TICKET_OUTCOMES = (
     "best_effort",
     "aborted",
 )
-_UNUSED_REASONS = ("failed", "covered", "anchor_lost", "best_effort", "timeout", "no_host_pages")
 _THROTTLE_STATES = ("delegated", "already_resident", "failed")
 _PROMOTIONS = {
     "promoted_hit": ("hit", "done"),
@@ -114,7 +114,7 @@ class _SnapshotCollector(Collector):
             "forebay_fetch_unused_tokens",
             "Wanted and not fetched, or fetched and not used",
             "reason",
-            _UNUSED_REASONS,
+            REASONS,
             snapshot.unused_tokens,
         )
         yield _pages({"device": snapshot.device, "host": snapshot.host})

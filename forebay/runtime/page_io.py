@@ -117,15 +117,18 @@ class PageIo:
 
     def _fetch_staged(self, ticket: StagedTicket) -> None:
         """On the compute loop: this rank asks for its own part and reads what is there, on a fetch thread."""
+        found: list[int] = []
 
         def present() -> Sequence[PageKey]:
-            return ticket.pages[: self._reader.match(ticket.pages, STAGED_QUERY_S)]
+            found.append(self._reader.match(ticket.pages, STAGED_QUERY_S))
+            return ticket.pages[: found[0]]
 
         def work() -> None:
-            self.staged.read(ticket.transfer, self._read_all(ticket.transfer, present, lambda pages: None))
+            done = self._read_all(ticket.transfer, present, lambda pages: None)
+            self.staged.read(ticket.transfer, done, found[0] if found else None)
 
         if self._store.is_open:
-            self.staged.read(ticket.transfer, 0)
+            self.staged.read(ticket.transfer, 0, None)
             return
         self._begin(ticket.transfer)
         self._fetchers.submit(work)

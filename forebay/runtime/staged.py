@@ -23,6 +23,7 @@ from forebay.observe.events import SpanRing
 class _Read:
     transfer: int
     pages: int
+    found: int | None
 
 
 _Word = StagedTicket | StagedReturn | Cancel | _Read
@@ -48,15 +49,15 @@ class StagedRoute:
         self._inbox: deque[tuple[int, _Word]] = deque()
         self._unanswered: set[int] = set()
         self._asked: set[int] = set()
-        self._done: dict[int, int] = {}
+        self._done: dict[int, _Read] = {}
 
     def take(self, order: StagedTicket | StagedReturn | Cancel) -> None:
         """From the I/O thread."""
         self._put(order)
 
-    def read(self, transfer: int, pages: int) -> None:
-        """From a fetch thread: the first ``pages`` of the ticket are here, and no more will come."""
-        self._put(_Read(transfer, pages))
+    def read(self, transfer: int, pages: int, found: int | None) -> None:
+        """From a fetch thread: the first ``pages`` of the ticket are here, and no more will come. ``found``: see `FetchProgress`."""
+        self._put(_Read(transfer, pages, found))
 
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:
@@ -87,7 +88,7 @@ class StagedRoute:
                     self._say(StagedTaken(self._epoch, self._rank, word.transfer))
                     self._fetch(word)
                 case _Read():
-                    self._done[word.transfer] = word.pages
+                    self._done[word.transfer] = word
                 case StagedReturn() | Cancel():
                     if word.transfer in self._unanswered:  # a Cancel may come after the answer
                         self._asked.add(word.transfer)
@@ -98,4 +99,5 @@ class StagedRoute:
     def _answer(self, transfer: int) -> None:
         self._unanswered.remove(transfer)
         self._asked.discard(transfer)
-        self._say(FetchProgress(self._epoch, self._rank, transfer, self._done.pop(transfer), True))
+        read = self._done.pop(transfer)
+        self._say(FetchProgress(self._epoch, self._rank, transfer, read.pages, True, read.found))

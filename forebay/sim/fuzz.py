@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from forebay.core.ledger import REASONS
 from forebay.sim.coverage import ENGINE, Cell, Coverage
 from forebay.sim.history import Report, run_history
 from forebay.sim.options import draw
@@ -20,7 +21,12 @@ FINISHES = ("stop", "length", "abort", "error", "rejected_full", "rejected_too_l
 OUTCOMES = (
     "issued", "complete", "short", "miss", "joined", "aborted", "timeout", "best_effort", "no_host_pages", "query_late",
 )  # fmt: skip
-WANTED = (*COUNTED, *(f"finish {reason}" for reason in FINISHES), *(f"ticket {outcome}" for outcome in OUTCOMES))
+WANTED = (
+    *COUNTED,
+    *(f"finish {reason}" for reason in FINISHES),
+    *(f"ticket {outcome}" for outcome in OUTCOMES),
+    *(f"unused {reason}" for reason in REASONS),
+)
 STORE_WANTED = ("put acknowledged", "put EXISTS", "put revoked", "removed", "got from memory", "got from SSD", "get missed")
 # Of fewer histories nothing can be said: the rarest cells come up once in some hundreds; of the store's, which are short, in thousands.
 ENOUGH_HISTORIES = 2000
@@ -53,6 +59,7 @@ class Campaign:
             self.totals[name] += getattr(report, name)
         self.totals.update({f"finish {reason}": count for reason, count in report.finishes.items()})
         self.totals.update({f"ticket {outcome}": count for outcome, count in report.outcomes.items()})
+        self.totals.update({f"unused {reason}": pages for reason, pages in report.unused.items()})
         self.met.update(report.met)
 
     def add_store(self, report: StoreReport) -> None:

@@ -286,12 +286,13 @@ class FakeGrid:
         taken, rank.mailbox = rank.mailbox, []
         for ticket in taken:
             self._say(rank, StagedTaken(self.epoch, rank.rank, ticket.transfer))
+            rank.found[ticket.transfer] = rank.match(self._store, ticket.pages)
             self._fetch(rank, ticket, 0)
         is_last = rank.rank // self._tp == self._pp - 1
         for transfer, pages in tuple(rank.read.items()):
             if is_last or transfer in rank.returned or transfer in rank.cancelled:
                 del rank.read[transfer]
-                self._say(rank, FetchProgress(self.epoch, rank.rank, transfer, pages, True))
+                self._say(rank, FetchProgress(self.epoch, rank.rank, transfer, pages, True, rank.found.pop(transfer)))
 
     def _fetch(self, rank: FakeRank, ticket: Ticket | StagedTicket, done: int) -> None:
         """One page after another; a Cancel begins no new read."""

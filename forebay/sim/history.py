@@ -60,6 +60,7 @@ class Report:
     staged: int = 0
     stores: int = 0
     outcomes: dict[str, int] = field(default_factory=dict)
+    unused: dict[str, int] = field(default_factory=dict)
     loads: int = 0
     backups: int = 0
     finishes: dict[str, int] = field(default_factory=dict)
@@ -373,6 +374,7 @@ class History:
             held = replica.cache.held(TIERS)
             assert not held, f"{held} pages are lost"
             assert replica.tickets.is_idle, "a ticket never ended"
+            invariants.check(replica)
         assert self.report.flushes == self._flushes_asked, "a flush was not answered once"
         self._fill_report()
 
@@ -383,6 +385,7 @@ class History:
         report.loaded_tokens = replica.cached_host_tokens
         report.fetched_tokens = replica.cached_store_tokens
         report.outcomes = dict(replica.tickets.outcomes)
+        report.unused = dict(replica.ledger.unused)
         report.messages += len(self.client.finish)
         for reason in self.client.finish.values():
             report.finishes[reason] = report.finishes.get(reason, 0) + 1

@@ -4,6 +4,8 @@ It applies plans in order and checks the digest from its mirror (rule R2). Every
 what the token prefix demands, so a wrong, stale or unfinished page is caught at that read.
 """
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from forebay.core.digest import ZERO, PlanDigest
@@ -64,6 +66,7 @@ class FakeRank:
         self.mailbox: list[StagedTicket] = []  # looked at between forwards
         self.returned: set[int] = set()  # staged fetches that all stages behind have answered
         self.read: dict[int, int] = {}  # staged fetches whose reads are done: pages
+        self.found: dict[int, int] = {}  # by staged fetch: leading pages that were there when it began
         self._page_size = page_size
         self._pages: list[list[int | None]] = [[None] * page_size for _ in range(pages)]
         self._host: list[list[int | None]] = [[None] * page_size for _ in range(host_pages)]
@@ -110,6 +113,11 @@ class FakeRank:
 
     def put(self, store: FakeStore, page: PageKey) -> None:
         store.put(page.hash, self.rank, self._host[page.host])
+
+    def match(self, store: FakeStore, pages: Sequence[PageKey]) -> int:
+        """Leading ``pages`` of which this rank's part is there."""
+        there = itertools.takewhile(lambda page: store.get(page.hash, self.rank) is not None, pages)
+        return len(tuple(there))
 
     def fetch(self, store: FakeStore, page: PageKey, outcome: Outcome) -> bool:
         """One read into a host page; False if what is there now must not be used."""

@@ -354,8 +354,9 @@ class StageGrid:
         if final:
             stage.cancelled.discard(ticket.transfer)
         first = stage.index * self._acks
+        found = done if isinstance(ticket, StagedTicket) else None  # its reads do not fail
         self._say_on_fetch_channel(
-            stage, [FetchProgress(ticket.epoch, first + rank, ticket.transfer, done, final) for rank in range(self._acks)]
+            stage, [FetchProgress(ticket.epoch, first + rank, ticket.transfer, done, final, found) for rank in range(self._acks)]
         )
 
     def _say_on_fetch_channel(self, stage: Stage, messages: Sequence[Acknowledgement]) -> None:

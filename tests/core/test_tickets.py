@@ -305,7 +305,7 @@ def test_pages_that_the_tree_has_meanwhile_are_covered() -> None:
     assert isinstance(ticket, Ticket)
     desk.take(PlanDone(1, 0, first.number))  # the next chunk is built, and its pages will be saved
     progress(desk, ticket, 3)
-    assert desk.planner.replica.tickets.unused_pages["covered"] == 2
+    assert desk.planner.replica.ledger.unused["covered"] == 2
 
 
 def test_what_is_saved_goes_to_the_store_and_counts_once_every_rank_has_stored_it() -> None:
@@ -418,7 +418,7 @@ def test_tickets_hold_at_most_four_fifths_of_the_host() -> None:
     desk = store_desk(host_pages=5)
     ticket = issue(desk, pages=5)
     assert len(ticket.pages) == 4
-    assert desk.planner.replica.tickets.unused_pages["no_host_pages"] == 1
+    assert desk.planner.replica.ledger.unused["no_host_pages"] == 1
 
 
 def test_a_flush_lets_go_of_what_waits_for_admission() -> None:

@@ -9,7 +9,7 @@ from forebay.runtime.staged import StagedRoute
 
 TICKET = StagedTicket(1, 7, 0, (PageKey(0, b"a"), PageKey(1, b"b")))
 TAKEN = StagedTaken(1, 0, 7)
-ANSWER = FetchProgress(1, 0, 7, 2, True)
+ANSWER = FetchProgress(1, 0, 7, 2, True, 4)
 
 
 class Rank:
@@ -36,7 +36,7 @@ def test_the_last_stage_answers_once_its_reads_are_done() -> None:
     rank = Rank(is_last=True)
     rank.route.take(TICKET)
     with rank.route.forward():
-        rank.route.read(7, 2)
+        rank.route.read(7, 2, 4)
         assert rank.said == [TAKEN]
     assert rank.said == [TAKEN, ANSWER]
 
@@ -46,7 +46,7 @@ def test_the_last_stage_answers_once_its_reads_are_done() -> None:
 def test_other_stages_answer_when_those_behind_have_or_nobody_wants_it(order: StagedReturn | Cancel, read_first: bool) -> None:
     rank = Rank(is_last=False)
     rank.route.take(TICKET)
-    words = [lambda: rank.route.read(7, 2), lambda: rank.route.take(order)]
+    words = [lambda: rank.route.read(7, 2, 4), lambda: rank.route.take(order)]
     for word in words if read_first else words[::-1]:
         assert rank.said == [TAKEN]
         word()
@@ -56,7 +56,7 @@ def test_other_stages_answer_when_those_behind_have_or_nobody_wants_it(order: St
 def test_a_cancel_after_the_answer_means_nothing() -> None:
     rank = Rank(is_last=True)
     rank.route.take(TICKET)
-    rank.route.read(7, 2)
+    rank.route.read(7, 2, 4)
     rank.route.take(Cancel(1, 7))
     assert rank.said == [TAKEN, ANSWER]
 

@@ -164,7 +164,7 @@ class ReplicaStage:
         lines += [f"{request.request_id} is running" for request in replica.running]
         lines += [f"{request.request_id} is waiting: {request.phase.value}" for request in replica.waiting]
         lines += [f"tickets {why}: {count}" for why, count in sorted(replica.tickets.outcomes.items())]
-        lines += [f"pages unused, {why}: {count}" for why, count in sorted(replica.tickets.unused_pages.items()) if count]
+        lines += [f"pages unused, {why}: {count}" for why, count in sorted(replica.ledger.unused.items()) if count]
         return lines
 
     # ------------------------------------------------------------------------------------------ the planner

@@ -7,6 +7,7 @@ import pytest
 
 from forebay.core import admission, building, planner, request
 from forebay.core.digest import PlanDigest
+from forebay.core.ledger import FetchLedger
 from forebay.core.messages import Copy, FinishReason, GridState, PlanDone, Store, StoreDone, TransferDone
 from forebay.core.page_cache import PageCache
 from forebay.core.pages import Owner
@@ -230,9 +231,9 @@ def forget_a_waiting_request_when_its_ticket_ends(patch: pytest.MonkeyPatch) -> 
     """Nothing wakes a request whose ticket came short."""
     wake = TicketDesk._wake
 
-    def sleepy(self: TicketDesk, flight: _Flight, cache: PageCache, now: float) -> None:
+    def sleepy(self: TicketDesk, flight: _Flight, cache: PageCache, now: float, ask_again: bool) -> None:
         if flight.safe == len(flight.pages):
-            wake(self, flight, cache, now)
+            wake(self, flight, cache, now, ask_again)
 
     patch.setattr(TicketDesk, "_wake", sleepy)
 
@@ -298,7 +299,28 @@ def fetch_again_what_ended_a_rank(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(planner.Planner, "_blame", blame_what_runs)
 
 
+def give_no_reason_for_what_did_not_come(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(TicketDesk, "_count_pages", lambda self, flight, lost=0: None)
+
+
+def give_no_reason_for_what_a_lost_grid_had(patch: pytest.MonkeyPatch) -> None:
+    leave = FetchLedger.leave
+    patch.setattr(FetchLedger, "leave", lambda self, why, pages: leave(self, why, 0 if why == "grid_lost" else pages))
+
+
+def call_what_is_evicted_unused_no_page(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(FetchLedger, "lose", lambda self, why, pages=1: setattr(self, "brought", self.brought - pages))
+
+
+def count_a_refusal_that_is_asked_for_anew(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(TicketDesk, "_retry", lambda self, request, refusal, cache, now: self.ask(request, cache, now))
+
+
 CANARIES: list[Patch] = [
+    give_no_reason_for_what_did_not_come,
+    give_no_reason_for_what_a_lost_grid_had,
+    call_what_is_evicted_unused_no_page,
+    count_a_refusal_that_is_asked_for_anew,
     believe_a_failed_store,
     trust_what_exist_said,
     believe_words_of_another_epoch,

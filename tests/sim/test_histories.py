@@ -26,7 +26,8 @@ def test_a_campaign_meets_what_it_is_for() -> None:
     """Cells of single faults take thousands of histories; `forebay simulate --fuzz` says which it has not met."""
     campaign = run_campaign(0, 150)
     rare = {f"{row} x {column}" for row, column in ENGINE.cells}
-    assert not set(campaign.never) - rare - {"ticket aborted", "ticket timeout", "ticket joined", "ticket no_host_pages"}
+    rare |= {"ticket aborted", "ticket timeout", "ticket joined", "ticket no_host_pages", "unused anchor_lost"}
+    assert not set(campaign.never) - rare
 
 
 @pytest.mark.slow
