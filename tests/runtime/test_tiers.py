@@ -144,4 +144,10 @@ def test_damaged_files_cost_recomputing_and_nothing_else(model: Path, plain: lis
         if index % 3 == 0:
             data[len(data) // 2] ^= 0xFF
         path.write_bytes(data if index % 3 != 1 else data[: len(data) // 2])
-    assert text(run(model, work, store=url, fetch_policy="wait")) == plain
+    damaged = run(model, work, store=url, fetch_policy="wait")
+    assert text(damaged) == plain
+    full = len(work[0]) // PAGE * PAGE
+    assert damaged[0].cached_store < full
+    healed = run(model, work, store=url, fetch_policy="wait")
+    assert text(healed) == plain
+    assert healed[0].cached_store == full, "what was computed again was stored again"
