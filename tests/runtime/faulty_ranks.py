@@ -74,7 +74,11 @@ class Served:
     @property
     def retracted(self) -> list[str]:
         """Requests that the planner has retracted."""
-        return [kind.removeprefix("retracted/") for kind, _, _ in self._log() if kind.startswith("retracted/")]
+        return self.logged("retracted")
+
+    def logged(self, what: str) -> list[str]:
+        """Whom it was about, each time that the planner did ``what``: "retracted", "ticket", "query" or "used"."""
+        return [kind.removeprefix(what + "/") for kind, _, _ in self._log() if kind.startswith(what + "/")]
 
     def _log(self) -> list[list[str]]:
         log = self.orders.with_name(self.orders.name + ".log")

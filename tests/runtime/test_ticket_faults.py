@@ -3,6 +3,7 @@
 import os
 import random
 import signal
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -10,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from forebay import LLM
+from forebay.frontend.generation import collect
 from tests.frontend.tiny_text import write_random_weights, write_text_model
-from tests.runtime.faulty_ranks import DEADLINE_S, HIT, SETTINGS, Served, greedy, make_prompts, serving, until
+from tests.runtime.faulty_ranks import DEADLINE_S, HIT, PAGES, SETTINGS, Served, greedy, make_prompts, serving, until
 
 
 @pytest.fixture(scope="module")
@@ -115,6 +117,49 @@ def test_retractions_ask_and_fetch_nothing_twice(serve: Served) -> None:
     assert answered == {"issued": 8, "miss": 8, "slower_than_compute": 0, "no_host_pages": 0}, "each asked once, retracted or not"
     assert after.get("complete", 0) == len(hits)
     assert sum(output.cached_store for output in outputs) == HIT * answered["issued"], "each ticket was used once"
+    serve.check_baseline()
+
+
+RETRACT, REFUSE = 3, 4  # the last token of a prompt to which that is to happen
+FORCED = {"QUERY_S": 60.0, "retract_after": RETRACT, "refuse_after": REFUSE}
+
+
+@pytest.mark.parametrize("serve", [{"pp": 2, "max_running": 1, "host_memory": "4MiB", "planner": FORCED}], indirect=True)
+def test_what_is_retracted_or_asks_again_has_one_ticket_and_uses_it_once(serve: Served) -> None:
+    """Sixteen requests, half of them hits, of which two hits and two misses are retracted, and eight hits more whose first answer finds
+    no host pages. All ask while another has the only slot, so who runs when decides nothing; and pages are plenty, so that nothing is
+    retracted or refused but who is made to be."""
+    hits, misses, refused = make_prompts(8, seed=8), make_prompts(8, seed=9), make_prompts(8, seed=10)
+    for prompt in hits[:2] + misses[:2]:
+        prompt[-1] = RETRACT
+    for prompt in refused:
+        prompt[-1] = REFUSE
+    prompts = refused + hits + misses
+    serve.prime([[*prompt[:HIT], 7] for prompt in refused + hits])
+    before, logged = serve.snapshot, {what: len(serve.logged(what)) for what in ("query", "ticket", "used")}
+    host = serve.llm._host
+    serve.order(hold_decode=[1])
+    first = serve.submit([7] * 8, greedy(4))
+    until(lambda: bool(serve.obeyed("hold_decode")), "the first has the slot")
+    sent = [host.call(host.submit(prompt, greedy())) for prompt in prompts]
+    answered = Counter(before.tickets) + Counter(complete=16, miss=8)
+    until(lambda: Counter(serve.snapshot.tickets) >= answered, "all hits are fetched, and the misses have asked")
+    serve.order()
+    results = [host.call(collect(generation))[0] for generation in sent]
+    first.result(DEADLINE_S)
+    names = [f"{generation.work.request_id}-0" for generation in sent]
+    for prompt, result in zip(prompts, results, strict=True):
+        assert result.tokens == serve.plain.generate([prompt], greedy())[0].outputs[0].token_ids
+    assert sorted(serve.retracted) == sorted(names[8:10] + names[16:18]), "two hits and two misses, once each"
+    queries = Counter(serve.logged("query")[logged["query"] :])
+    assert sorted(queries.values()) == [1] * 16 + [2] * 8, "who was refused asked once more, and nobody else"
+    assert sorted(serve.logged("ticket")[logged["ticket"] :]) == sorted(names[:16]), "one ticket for each hit"
+    after = serve.snapshot
+    assert Counter(after.tickets) - Counter(before.tickets) == {"issued": 16, "complete": 16, "no_host_pages": 8, "miss": 8}
+    assert len(serve.logged("used")) - logged["used"] == 16 * PAGES, "each page was used once"
+    assert after.unused_tokens == before.unused_tokens
+    usages = [generation.usages[0] for generation in sent]
+    assert [usage and usage.cached_store for usage in usages] == [HIT] * 16 + [0] * 8
     serve.check_baseline()
 
 

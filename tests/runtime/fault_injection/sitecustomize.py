@@ -11,15 +11,20 @@ The file that TEST_RANK_FAULTS names holds orders to both; JSON, replaced as a w
     hold_query       the planner's query thread stays before it asks the store
 
 each with a list of ranks (the planner is -1). Who holds does so until it is no longer named, or a minute has passed. Each time one line
-``what rank pid`` goes to the same path + ".log"; when a request is retracted, ``retracted/REQUEST -1 pid``.
+``what rank pid`` goes to the same path + ".log". The planner writes there ``retracted/REQUEST -1 pid`` when a request is retracted,
+and likewise ``ticket/REQUEST``, ``query/GROUP`` (the hash of a prompt's first page) and ``used/``, once for each page that was fetched.
 
-TEST_PLANNER holds what the planner takes as given, JSON too: {"always_fetch": true, "QUERY_S": 60.0, "MAX_RETRIES": 0}.
+TEST_PLANNER holds what the planner takes as given, JSON too: {"always_fetch": true, "QUERY_S": 60.0, "MAX_RETRIES": 0}, and
+
+    retract_after  a request whose prompt ends with this token is retracted once, when it has emitted a token
+    refuse_after   the first hit of a request whose prompt ends with this token finds no host pages
 """
 
 import json
 import os
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,6 +33,7 @@ ORDERS = os.environ.get("TEST_RANK_FAULTS")
 PLANNER = os.environ.get("TEST_PLANNER")
 THE_PLANNER = -1
 RETRACTED = "retracted/"
+TICKET, QUERY, USED = "ticket/", "query/", "used/"
 
 
 def named(what: str, rank: int) -> bool:
@@ -115,8 +121,11 @@ def obey_as_rank() -> None:
 
 
 def obey_as_planner() -> None:
-    from forebay.core import tickets
+    from forebay.core import building, tickets
+    from forebay.core.ledger import FetchLedger
+    from forebay.core.messages import unpack_tokens
     from forebay.core.replica import Replica
+    from forebay.core.request import Request
     from forebay.runtime import store_access
 
     given = json.loads(PLANNER or "{}")
@@ -126,12 +135,50 @@ def obey_as_planner() -> None:
         for name in ("QUERY_S", "MAX_RETRIES"):
             if name in given and hasattr(module, name):
                 setattr(module, name, given[name])
+    forced: set[tuple[str, str]] = set()
+    issue = tickets.TicketDesk._issue
+
+    def is_due(what: str, request: Request) -> bool:
+        """Whether ``what`` is still to be done to the request, which its prompt's last token says; once."""
+        last = unpack_tokens(bytes(request.packed))[request.prompt_tokens - 1]
+        if last != given.get(what) or (what, request.request_id) in forced:
+            return False
+        forced.add((what, request.request_id))
+        return True
+
+    def retract_due(replica: Replica, _: object) -> None:
+        assert replica.cache is not None
+        for request in tuple(replica.running):
+            if request.emitted and request.last_plan <= replica.cache.retired and is_due("retract_after", request):
+                replica.retract(request)
+
+    def issue_or_refuse(desk: tickets.TicketDesk, request: Request, *rest: Any) -> None:
+        share, issued = tickets.HOLD_SHARE, desk.outcomes["issued"]
+        if is_due("refuse_after", request):
+            tickets.HOLD_SHARE = 0.0
+        issue(desk, request, *rest)
+        tickets.HOLD_SHARE = share
+        if desk.outcomes["issued"] > issued:
+            log(TICKET + request.request_id, THE_PLANNER)
+
+    def ask(_: object, hashes: object, group: bytes, *__: object, hint: bool = False) -> None:
+        if not hint:
+            log(QUERY + group.hex(), THE_PLANNER)
+            hold("hold_query", THE_PLANNER)
+
     if ORDERS:
-        before(store_access, "match_prefix", lambda *_: hold("hold_query", THE_PLANNER))
+        before(store_access, "match_prefix", ask)
+        before(building, "_add_decodes", retract_due)
+        before(FetchLedger, "use", lambda _: log(USED, THE_PLANNER))
         before(Replica, "retract", lambda _, request: log(RETRACTED + request.request_id, THE_PLANNER))
+        tickets.TicketDesk._issue = issue_or_refuse  # type: ignore[method-assign]
 
 
-if ORDERS and "forebay.runtime.worker" in sys.orig_argv:
-    obey_as_rank()
-if (ORDERS or PLANNER) and "forebay.runtime.planner_process" in sys.orig_argv:
-    obey_as_planner()
+try:
+    if ORDERS and "forebay.runtime.worker" in sys.orig_argv:
+        obey_as_rank()
+    if (ORDERS or PLANNER) and "forebay.runtime.planner_process" in sys.orig_argv:
+        obey_as_planner()
+except BaseException:  # the interpreter would go on, and the process obey nobody
+    traceback.print_exc()
+    os._exit(3)
