@@ -158,6 +158,17 @@ def ticket_behind(scene: Scene, stack: ExitStack) -> tuple[list[Generation], lis
     return [victim], others
 
 
+def not_taken(scene: Scene, stack: ExitStack) -> tuple[list[Generation], list[Generation]]:
+    """By the staged route: the first stage is at another's plan, and looks at no ticket meanwhile."""
+    scene.order(hold_plan=[0])
+    other = scene.send(scene.misses[0])
+    scene.obeyed("hold_plan")
+    victim = scene.send(scene.hit)
+    scene.counted("issued", 2)  # the other's, which was a miss, and its own
+    scene.stands(1, 1)
+    return [victim], [other]
+
+
 def joined(scene: Scene, stack: ExitStack) -> tuple[list[Generation], list[Generation]]:
     scene.order(hold_fetch=[1])
     first = scene.send(scene.hit)
@@ -210,6 +221,7 @@ def retracted(scene: Scene, stack: ExitStack) -> tuple[list[Generation], list[Ge
     return gone, [generation for generation in both if generation not in gone]
 
 
+STAGED = {"fetch_route": "staged"}
 TABLE = [
     Case("submitted", "the planner has not read it", unread),
     Case("asked too late", "the store", asked_late, leaves=(1, 0)),
@@ -234,6 +246,9 @@ TABLE = [
     Case("being stored", "the first stage's writes", running("hold_store", "hold_decode", rank=0, is_hit=False)),
     Case("being stored", "the last stage's writes", running("hold_store", "hold_decode", rank=1, is_hit=False)),
     Case("asking", "the store", asking, planner={"QUERY_S": 60.0}),
+    Case("walking down the stages", "the first stage's forward", not_taken, leaves=(1, 0), settings=STAGED),
+    Case("walking down the stages", "the first stage", fetching(0), settings=STAGED),
+    Case("walking back", "the last stage", fetching(1), settings=STAGED),
     Case("retracted", "the waiting queue", retracted, leaves=(1, 0), settings={"max_running": 2, "device_memory": "56KiB"}),
 ]
 
