@@ -63,6 +63,7 @@ class ReplicaStage:
         self._stores: dict[int, Store] = {}
         self._store_acks: Counter[int] = Counter()
         self._flushes = 0
+        self._retracted: set[str] = set()  # those that wait again
 
     def play(self, words: list[str]) -> list[str]:
         plain, named = options(words[1:])
@@ -218,9 +219,16 @@ class ReplicaStage:
                     lines.append(f"cancel {order.transfer}")
         lines += [f"query {query.number}: {len(query.hashes)} pages" for query in effects.queries]
         lines += [_told_output(output) for output in effects.outputs]
+        lines += self._told_retracted()
         for done in effects.flushed:
             lines.append(f"flushed {done.freed_pages} pages" + "".join(f"; busy: {busy}" for busy in done.busy))
         return lines
+
+    def _told_retracted(self) -> list[str]:
+        now = [request.request_id for request in self.planner.replica.waiting if request.emitted]
+        fresh = [request_id for request_id in now if request_id not in self._retracted]
+        self._retracted = set(now)
+        return [f"{request_id} is retracted" for request_id in fresh]
 
     def _told_plan(self, plan: Plan) -> list[str]:
         self._plans[plan.number] = plan
