@@ -299,10 +299,14 @@ class History:
             self._grid_messages += self.grid.messages
 
     def lose(self, grid: FakeGrid, reason: str, *, faulted: bool = False) -> None:
-        """What watches the ranks' processes tells the planner of a death, soon."""
-        self.client.grid_lost(faulted=faulted)
+        """What watches the ranks' processes tells the planner of a death, soon. What comes until then is among the requests it met."""
         lost = GridLost(grid.epoch, reason, faulted=faulted)
-        self.heap.after(self.random.uniform(0, 0.2), lambda: self.inbox.append(lost))
+
+        def tell() -> None:
+            self.client.grid_lost(faulted=faulted)
+            self.inbox.append(lost)
+
+        self.heap.after(self.random.uniform(0, 0.2), tell)
 
     def _poisoned(self, grid: FakeGrid, poison: Poison) -> None:
         if poison.faulted:

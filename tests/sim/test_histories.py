@@ -35,6 +35,10 @@ def test_a_large_campaign_meets_every_reachable_cell() -> None:
     assert not run_campaign(0, 2 * ENOUGH_HISTORIES, preset=Preset.STORM).never
 
 
+def test_a_request_that_comes_between_a_death_and_the_word_of_it_has_met_that_death() -> None:
+    run_seed(20114)  # it ends with an error after four losses, of which it saw three happen
+
+
 def test_a_rank_that_is_stopped_at_the_very_end_is_noticed_before_the_history_is_over() -> None:
     run_seed(107121, Preset.STORM, (4, 2))  # it owes the word that would free a page
 
