@@ -38,6 +38,7 @@ _ENDS = "no grid is there or will be: a planner that has failed has ended every 
 _NOTHING_RAN = "before the first grid is up nothing has been asked of any rank or of the store"
 _NOBODY_ASKS = "on the staged route nobody asks ahead: a request is not asked, fetching or settled"
 _WOULD_WAIT = "a request that waits while nothing goes on would wait for ever: the progress checker's business"
+_AT_A_START = "by its name it strikes while a grid starts, and nothing else goes on then"
 
 UNREACHABLE: dict[Cell, str] = {
     (GridState.FAILED, GridReady.__name__): _ENDS,
@@ -45,6 +46,7 @@ UNREACHABLE: dict[Cell, str] = {
     (GridState.STARTING, QueryDone.__name__): _NOTHING_RAN,
     (RequestPoint.ASKING, StagedTaken.__name__): _NOBODY_ASKS,
     (FaultKind.CLIENT_ABORT, Activity.IDLE): _WOULD_WAIT,
+    **{(FaultKind.STORE_DOWN_AT_START, activity): _AT_A_START for activity in Activity if activity is not Activity.STARTING},
 }
 
 

@@ -19,6 +19,7 @@ class Outcome(Enum):
     ERROR = "error"  # refused at once
     SHORT = "short"  # the page's second half is never written
     CORRUPT = "corrupt"  # other bytes arrive, and their checksum is wrong
+    OTHER = "other"  # what another key's page holds arrives, sound in itself
     HANG = "hang"  # nothing happens before the time-out
 
 
@@ -31,7 +32,8 @@ class Spell:
 
 class FakeStore:
     """``objects``: what is there. ``ever``: what has been there, for the durability checker. ``loses_on_query``: of the pages that an
-    answer is about to promise, this share is evicted as the answer leaves; ``silent_until``: no query is answered before."""
+    answer is about to promise, this share is evicted as the answer leaves; ``silent_until``: no query is answered before;
+    ``down_until``: nothing is there to answer, not even later, and reads and writes are refused."""
 
     def __init__(self, randomness: random.Random, failures: float = 0.0) -> None:
         self._random = randomness
@@ -41,6 +43,7 @@ class FakeStore:
         self.ever: set[tuple[bytes, int]] = set()
         self.loses_on_query = 0.0
         self.silent_until = 0.0
+        self.down_until = 0.0
 
     def match_prefix(self, hashes: Sequence[bytes], ranks: int) -> int:
         """Leading pages of which every rank's part is there."""
@@ -63,6 +66,8 @@ class FakeStore:
 
     def outcome(self, now: float) -> Outcome:
         """What the next operation meets."""
+        if now < self.down_until:
+            return Outcome.ERROR
         for spell in self._spells:
             if now < spell.until and self._random.random() < spell.share:
                 return spell.outcome
@@ -74,3 +79,11 @@ class FakeStore:
 
     def get(self, hash: bytes, rank: int) -> list[int | None] | None:
         return self.objects.get((hash, rank))
+
+    def get_other(self, hash: bytes, rank: int) -> tuple[bytes, list[int | None]] | None:
+        """The key and the content of some other page of the rank; None: it has no other."""
+        others = [key for key in self.objects if key[1] == rank and key[0] != hash]
+        if not others:
+            return None
+        key = self._random.choice(others)
+        return key[0], self.objects[key]

@@ -31,10 +31,12 @@ class FaultKind(StrEnum):
     IO_ERROR = "I/O error"
     SHORT_READ = "short read"
     CORRUPT_READ = "corrupt read"
+    OTHER_KEYS_PAGE = "another key's page"
     HANGING_IO = "hanging I/O"
     STORE_EVICTION = "store eviction"
     EVICTION_AFTER_EXIST = "eviction between exist and get"
     SILENT_STORE = "silent store"
+    STORE_DOWN_AT_START = "store down at start"
     STALE_MESSAGES = "stale messages"
     DUPLICATE_MESSAGE = "duplicate message"
     CLIENT_ABORT = "client abort"
@@ -75,7 +77,9 @@ HARMLESS = (
     FaultKind.CORRUPT_READ, FaultKind.HANGING_IO, FaultKind.STORE_EVICTION, FaultKind.EVICTION_AFTER_EXIST, FaultKind.SILENT_STORE,
     FaultKind.STALE_MESSAGES, FaultKind.CLIENT_ABORT, FaultKind.BURST,
 )  # fmt: skip
-COSTS_A_GRID = frozenset(FaultKind) - frozenset(HARMLESS) - {FaultKind.PAUSED_PLANNER} | {FaultKind.SLOW_RANK}
+LATER = (FaultKind.OTHER_KEYS_PAGE, FaultKind.STORE_DOWN_AT_START)  # as harmless; they came after seeds were kept
+LATER_SHARE = 0.15  # of histories with one of them
+COSTS_A_GRID = frozenset(FaultKind) - {*HARMLESS, *LATER, FaultKind.PAUSED_PLANNER} | {FaultKind.SLOW_RANK}
 MAX_STORM_KINDS = 4
 MAX_STRIKES = 2
 
@@ -102,7 +106,7 @@ class Poison:
 
 def draw_faults(randomness: random.Random, preset: Preset, horizon: float) -> list[Fault]:
     """The faults of one history, armed between 0 and ``horizon`` seconds."""
-    kinds = list(FaultKind)
+    kinds = [kind for kind in FaultKind if kind not in LATER]
     if preset is Preset.LITE:
         drawn = [randomness.choice(HARMLESS)] * randomness.choice([0, 1, 1])
     elif preset is Preset.ONE_FAULT:
@@ -110,13 +114,30 @@ def draw_faults(randomness: random.Random, preset: Preset, horizon: float) -> li
     else:
         swarm = randomness.sample(kinds, randomness.randint(2, MAX_STORM_KINDS))
         drawn = [kind for kind in swarm for _ in range(randomness.randint(1, MAX_STRIKES))]
-    return [_draw(randomness, kind, horizon) for kind in drawn]
+    return [_draw(randomness, kind, horizon) for kind in _with_later(randomness, preset, drawn)]
+
+
+def _with_later(randomness: random.Random, preset: Preset, drawn: list[FaultKind]) -> list[FaultKind]:
+    """Now and then with a kind of `LATER`, from a copy of the stream: seeds without one are the histories that they were before."""
+    copy = random.Random()
+    copy.setstate(randomness.getstate())
+    if copy.random() >= LATER_SHARE:
+        return drawn
+    kind = copy.choice(LATER)
+    if preset is not Preset.STORM:
+        return [kind] * max(1, len(drawn))
+    most = len({*drawn}) == MAX_STORM_KINDS
+    return [one for one in drawn if not (most and one is drawn[-1])] + [kind]
 
 
 def _draw(randomness: random.Random, kind: FaultKind, horizon: float) -> Fault:
     during: Activity | RequestPoint | None = None
     if kind is FaultKind.CLIENT_ABORT:
         during = randomness.choice(list(RequestPoint))
+    elif kind is FaultKind.STORE_DOWN_AT_START:
+        during, horizon = Activity.STARTING, randomness.choice([0.0, horizon])  # the first start, or one after a grid was lost
+    elif kind is FaultKind.OTHER_KEYS_PAGE and randomness.random() < 0.5:
+        during = Activity.FETCHING  # it does something to fetches alone
     elif randomness.random() < 0.6:
         during = randomness.choice(list(Activity))
     seconds = randomness.choice([0.05, 0.5, 3.0, 8.0, 30.0])

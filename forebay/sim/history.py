@@ -249,7 +249,9 @@ class History:
         self.grid.send(plan)
 
     def _ask(self, query: Query) -> None:
-        """The store answers for the moment at which it looks, and the answer takes its time."""
+        """The store answers for the moment at which it looks, and the answer takes its time. One that is down never answers."""
+        if self.heap.now < self.store.down_until:
+            return
         ranks = self.options.pp * self.options.tp
         done = QueryDone(query.number, self.store.match_prefix(query.hashes, ranks))
         silence = max(self.store.silent_until - self.heap.now, 0.0)

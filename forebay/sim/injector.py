@@ -21,6 +21,7 @@ SPELLS = {
     FaultKind.IO_ERROR: Outcome.ERROR,
     FaultKind.SHORT_READ: Outcome.SHORT,
     FaultKind.CORRUPT_READ: Outcome.CORRUPT,
+    FaultKind.OTHER_KEYS_PAGE: Outcome.OTHER,
     FaultKind.HANGING_IO: Outcome.HANG,
 }
 
@@ -88,8 +89,10 @@ class Injector:
                 self._for_a_while(fault.seconds, lambda on: setattr(history.store, "loses_on_query", fault.share if on else 0.0))
             case FaultKind.SILENT_STORE:
                 history.store.silent_until = history.heap.now + fault.seconds
-            case FaultKind.IO_ERROR | FaultKind.SHORT_READ | FaultKind.CORRUPT_READ | FaultKind.HANGING_IO:
-                history.store.enchant(Spell(SPELLS[fault.kind], history.heap.now + fault.seconds, fault.share))
+            case FaultKind.STORE_DOWN_AT_START:
+                history.store.down_until = history.heap.now + fault.seconds
+            case kind if kind in SPELLS:
+                history.store.enchant(Spell(SPELLS[kind], history.heap.now + fault.seconds, fault.share))
             case FaultKind.STALE_MESSAGES:
                 for each in (each for same in history.recent.values() for each in same):
                     history.inbox.append(msgspec.structs.replace(each, epoch=min(each.epoch, history.planner.epoch - 1)))

@@ -121,9 +121,11 @@ class FakeRank:
 
     def fetch(self, store: FakeStore, page: PageKey, outcome: Outcome) -> bool:
         """One read into a host page; False if what is there now must not be used."""
-        held = store.get(page.hash, self.rank)
+        key, held = page.hash, store.get(page.hash, self.rank)
         if held is None or outcome in (Outcome.ERROR, Outcome.HANG, Outcome.MISS):
             return False
+        if outcome is Outcome.OTHER:
+            key, held = store.get_other(page.hash, self.rank) or (key, held)
         if outcome is Outcome.CORRUPT:
             self._host[page.host] = [GARBAGE] * self._page_size
         elif outcome is Outcome.SHORT:
@@ -131,7 +133,12 @@ class FakeRank:
             self._host[page.host] = held[:half] + [GARBAGE] * (self._page_size - half)
         else:
             self._host[page.host] = list(held)
-        return outcome is Outcome.GOOD
+        return outcome not in (Outcome.CORRUPT, Outcome.SHORT) and self._is_asked_for(key, page)
+
+    @staticmethod
+    def _is_asked_for(key: bytes, page: PageKey) -> bool:
+        """What is stored names its key, as sound bytes may be another page's."""
+        return key == page.hash
 
     # ------------------------------------------------------------------------------------------ the forward pass
 

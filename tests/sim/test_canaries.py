@@ -1,11 +1,12 @@
 """Planted bugs: each must be found within a few hundred histories, or the simulator has gone blind."""
 
+import math
 from collections.abc import Callable, Sequence
 
 import msgspec
 import pytest
 
-from forebay.core import admission, building, planner, request
+from forebay.core import admission, building, planner, request, tickets
 from forebay.core.digest import PlanDigest
 from forebay.core.ledger import FetchLedger
 from forebay.core.messages import Copy, FinishReason, GridState, PlanDone, Store, StoreDone, TransferDone
@@ -18,6 +19,7 @@ from forebay.core.tickets import TicketDesk, _Flight
 from forebay.core.transfers import BackupQueue
 from forebay.core.tree import NONE, Node, PrefixTree, Tier
 from forebay.sim.fuzz import CampaignError, run_campaign
+from forebay.sim.rank import FakeRank
 
 SEEDS = 400
 Patch = Callable[[pytest.MonkeyPatch], None]
@@ -316,11 +318,23 @@ def count_a_refusal_that_is_asked_for_anew(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(TicketDesk, "_retry", lambda self, request, refusal, cache, now: self.ask(request, cache, now))
 
 
+def take_another_keys_page_for_ours(patch: pytest.MonkeyPatch) -> None:
+    """A rank does not compare the key that a stored page names with the one that it has asked for."""
+    patch.setattr(FakeRank, "_is_asked_for", staticmethod(lambda key, page: True))
+
+
+def wait_for_a_store_that_is_down(patch: pytest.MonkeyPatch) -> None:
+    """A query has no end of its own: who asks a store that is not there waits for ever."""
+    patch.setattr(tickets, "QUERY_S", math.inf)
+
+
 CANARIES: list[Patch] = [
     give_no_reason_for_what_did_not_come,
     give_no_reason_for_what_a_lost_grid_had,
     call_what_is_evicted_unused_no_page,
     count_a_refusal_that_is_asked_for_anew,
+    take_another_keys_page_for_ours,
+    wait_for_a_store_that_is_down,
     believe_a_failed_store,
     trust_what_exist_said,
     believe_words_of_another_epoch,
