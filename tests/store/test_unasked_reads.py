@@ -22,8 +22,10 @@ from forebay.store.holder.log.hints import LogHints, LogView
 from forebay.store.holder.log.log import Item, SsdLog
 from forebay.store.holder.node import Holder
 from forebay.store.holder.segment import as_bytes
+from forebay.store.holder.writer import Fsync
 from forebay.store.master.records import MasterConfig
-from forebay.store.wire.messages import Grave, Tier
+from forebay.store.wire.frames import decode_master_to_client, encode
+from forebay.store.wire.messages import Grant, Grave, PutRevoke, Tier, Touched
 from tests.store.store_cluster import Cluster, cluster, wait_for
 from tests.store.store_process import farm
 
@@ -228,6 +230,82 @@ def test_what_a_holder_gives_its_word_for_is_what_the_master_has(tmp_path: Path)
             for thread in threads:
                 thread.join(30)
     assert witnessed.false == []
+
+
+class SlowToSync(Directory):
+    """While ``may_sync`` is not set the log's writer stands still in ``sync``: what it wrote is in the index, and nobody was told."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.may_sync = threading.Event()
+        self.may_sync.set()
+
+    def sync(self, fd: int) -> None:
+        self.may_sync.wait()
+        super().sync(fd)
+
+
+class Late(Putter):
+    """A put that is given up before its value is written."""
+
+    before_write: Callable[[], None]
+
+    def _write_all(self, granted: list[tuple[Gift, Grant]]) -> dict[int, dict[int, Status]]:
+        revoke = PutRevoke(self._master.new_call(), [gift.key for gift, _ in granted], [grant.generation for _, grant in granted])
+        self._master.ask(revoke, decode_master_to_client, self._deadline)
+        self.before_write()
+        return super()._write_all(granted)
+
+    def _end(self, granted: list[tuple[Gift, Grant]], results: dict[int, dict[int, Status]]) -> None:
+        for index, (gift, _) in enumerate(granted):
+            [gift.status] = results[index].values()
+
+
+def test_what_is_written_after_its_put_was_given_up_is_not_read(tmp_path: Path) -> None:
+    """Its room goes to another before the master has heard that the log has it, and says that it must forget it."""
+    files, buffer = SlowToSync(tmp_path / "log"), bytearray(SIZE)
+    with cluster(MasterConfig(settle_s=0.0)) as made:
+        holder = made.holder(ssd=tmp_path / "log", fsync=Fsync.BATCH, files=files)
+        assert holder.log is not None and holder._hints is not None
+        log, table, client = holder.log, holder._hints, made.client()
+        master = client.masters[0]
+
+        def stall() -> None:
+            wait_for(lambda: not holder._burying)
+            files.may_sync.clear()
+
+        try:
+            with master._master.lease(time.monotonic() + 15) as channel:
+                master._holders.check_epoch(channel.epoch)
+                master.reach(time.monotonic() + 15)
+                putter = Late(channel, master._holders, time.monotonic() + 15)
+                putter.before_write = stall
+                gift = Gift(b"late", as_bytes(content(b"late", 1)))
+                putter._round([gift])
+            assert gift.status is Status.OK
+            wait_for(lambda: log.newest_length("default", b"late"))
+            assert client.put(b"other", content(b"other", 1)) is Status.OK
+            wait_for(lambda: not holder.memory.of("default", b"late"), what="its room is taken")
+            assert table.vouches
+            assert client.get_into([b"late"], [buffer]) != [Status.OK]
+        finally:
+            files.may_sync.set()
+        wait_for(lambda: log.newest_length("default", b"late") is None, what="the log forgets it")
+
+
+def test_no_client_can_claim_more_reads_than_can_be_told(tmp_path: Path) -> None:
+    with cluster(MasterConfig(settle_s=0.0)) as made:
+        holder = made.holder(ssd=tmp_path / "log")
+        client, most = made.client(), (1 << 63) - 1
+        client.masters[0].reach(time.monotonic() + 15)
+        [peer] = client.masters[0]._holders._peers.values()
+        with peer.words.lease(time.monotonic() + 15) as channel:
+            for _ in range(3):  # more than any number on a wire can be
+                channel.send(encode(Touched([(b"k", 1)], most, most, most), optional=True), (), time.monotonic() + 15)
+        assert made.master is not None
+        counters = made.master.machine.state.counters
+        wait_for(lambda: counters.get("get_found") or counters.get("holder_lost") or holder.failed.is_set())
+        assert counters.get("get_found") and not counters.get("holder_lost") and not holder.failed.is_set()
 
 
 @pytest.mark.parametrize("how", ["beside", "apart", "promoting"])

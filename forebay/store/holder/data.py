@@ -24,6 +24,7 @@ from forebay.store.wire import auth
 from forebay.store.wire.connection import Connection
 from forebay.store.wire.frames import FrameError, Prefix, check_keys, decode_client_to_holder, encode
 from forebay.store.wire.messages import (
+    MAX_CAPACITY,
     Challenge,
     Check,
     ClientToHolder,
@@ -147,8 +148,8 @@ class DataServer:
             if self._reads is not None:
                 self._reads.touch(_tenant(connection), message.records)
                 self.bytes_out += message.bytes
-                self.unasked += message.unasked
-                self.unasked_bytes += message.unasked_bytes
+                self.unasked = min(MAX_CAPACITY, self.unasked + message.unasked)  # a claim, and it has to fit a Beat
+                self.unasked_bytes = min(MAX_CAPACITY, self.unasked_bytes + message.unasked_bytes)
             return ()
         if not self._keeper.awake(time.monotonic()) and not isinstance(message, CopyIn):
             self._refuse(connection, message)

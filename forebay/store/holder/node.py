@@ -294,14 +294,19 @@ class Holder:
         self._show_or_hide(entry.tenant, entry.key)
 
     def _show_or_hide(self, tenant: str, key: bytes) -> None:
-        """``log.hints`` tells of what is in the log, not in memory, and not to be buried."""
+        """``log.hints`` tells of what is in the log, not in memory, and not to be buried; beside the master, of what that knows to be
+        there: a put that was given up, or an object that it has let go unlogged, may have got into the log since."""
         if self.log is None:
             return
         dying = any((tenant, key) in places for places in self._foreseen.values())
         if dying or any(other.live for other in self.memory.of(tenant, key)):
             self.log.hide(tenant, key)
-        else:
+        elif self._beside is None:
             self.log.show(tenant, key)
+        elif (generation := self._beside.logged_at(self.name, tenant, key)) is not None:
+            self.log.show(tenant, key, generation)
+        else:
+            self.log.hide(tenant, key)
 
     # ------------------------------------------------------------------------------------------ our word for what the log shows
 

@@ -81,6 +81,14 @@ class MasterServer:
     def unwatch(self, name: str) -> None:
         self._witnesses.pop(name, None)
 
+    def logged_at(self, name: str, tenant: str, key: bytes) -> int | None:
+        """The generation that ``key`` has now, if the holder called ``name`` has said that its log has it."""
+        owner = self.machine.state.tenants.get(tenant)
+        found = owner.objects.get(key) if owner is not None else None
+        if found is None or name not in [copy.holder.register.name for copy in found.ssd]:
+            return None
+        return found.generation
+
     def _accept(self) -> Connection:
         self._numbers += 1
         return Connection(self, self._numbers, self._connections)

@@ -29,7 +29,8 @@ MAX_OBJECT_BYTES = 1 << 40
 Natural = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 # What one holder says comes to others by way of the master, so all of it has limits that theirs can take:
 Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
-Capacity = Annotated[int, msgspec.Meta(ge=0, le=1 << 50)]  # a thousand such add up to something that msgpack can say
+MAX_CAPACITY = 1 << 50  # a thousand such add up to something that msgpack can say
+Capacity = Annotated[int, msgspec.Meta(ge=0, le=MAX_CAPACITY)]
 Length = Annotated[int, msgspec.Meta(ge=0, le=MAX_OBJECT_BYTES)]
 Key = Annotated[bytes, msgspec.Meta(max_length=MAX_KEY_BYTES)]
 TenantName = Annotated[str, msgspec.Meta(max_length=MAX_TENANT_CHARS)]

@@ -7,12 +7,12 @@ A slot is found by the CRC32C of tenant and key, and tells of keys that are on S
 nothing more: another key may have taken the slot, the file may be gone, and it may be read while it is written. What settles
 everything is the record itself, whose head names tenant, key and generation, and whose checksums cover all of it.
 
-**While ``word`` is not 0, the holder gives it**: what a slot shows is then what the master has of the key, and nobody need be asked. A
-holder gives its word only beside its master in one process (`node.Holder`), which tells it of every removal before anybody else; and
-it is worth something only while that process lives, which holds a lock on byte ``mark`` of the file "lock" (`files.Lock`). The kernel
-lets go of that lock no later than of the one on the directory, without which no other holder, and so no other removal, can follow.
-So a reader that finds in this order: the word given, a slot, the same word again, the lock still held, knows that when it read the slot
-the key held that generation. A word that is taken back and given again is another one.
+**While ``word`` is not 0, the holder gives it**: what a slot shows is then what the master has of the key, and nobody need be asked.
+A holder gives its word only beside its master in one process (`node.Holder`), which says what it may show, and tells it of every
+removal before anybody else; and it is worth something only while that process lives, which holds a lock on byte ``mark`` of the file
+"lock" (`files.Lock`). The kernel lets go of that lock no later than of the one on the directory, without which no other holder, and
+so no other removal, can follow. So a reader that finds in this order: the word given, a slot, the same word again, the lock still
+held, knows that when it read the slot the key held that generation. A word that is taken back and given again is another one.
 """
 
 import fcntl

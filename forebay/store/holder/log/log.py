@@ -118,11 +118,12 @@ class SsdLog:
         for (tenant, key), record in self.index.items():
             hints.show(tenant, key, record)
 
-    def show(self, tenant: str, key: bytes) -> None:
-        """Nothing nearer than the log has ``key`` now: let readers know where it lies, if it does."""
+    def show(self, tenant: str, key: bytes, generation: int | None = None) -> None:
+        """Nothing nearer than the log has ``key`` now: let readers know where that ``generation`` (None: the newest) is, if so."""
         if self._hints is not None:
             with self._lock:
-                record = self.index.newest((tenant, key))
+                place = (tenant, key)
+                record = self.index.newest(place) if generation is None else self.index.get(place, generation)
                 if record is not None:
                     self._hints.show(tenant, key, record)
 
