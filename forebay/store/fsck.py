@@ -1,9 +1,10 @@
 """Checking a log directory offline: every head, every value's CRC32C, and what a start would cut or leave out."""
 
+import errno
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from forebay.store.holder.log.files import Directory, Lock
+from forebay.store.holder.log.files import Directory, Lock, salt_of
 from forebay.store.holder.log.index import covers
 from forebay.store.holder.log.record import Kind
 from forebay.store.holder.log.scan import Damage, Found, scan, value_is_good
@@ -45,9 +46,16 @@ def check(path: Path) -> Report:
         raise FileNotFoundError(2, f"no holder's directory{_nearby(path)}", str(path))
     lock = Lock(path)
     try:
-        return _check(Directory(path))
+        return _check(Directory(path), _salt(path / "name"))
     finally:
         lock.release()
+
+
+def _salt(name: Path) -> int:
+    try:
+        return salt_of(name.read_text().splitlines() if name.exists() else [])
+    except ValueError:
+        raise OSError(errno.EINVAL, "its second line is no salt; restore it", str(name)) from None
 
 
 def _is_log(path: Path) -> bool:
@@ -60,7 +68,7 @@ def _nearby(path: Path) -> str:
     return f", but there are some inside, {', '.join(inside)}: check each" if inside else ""
 
 
-def _check(files: Directory) -> Report:
+def _check(files: Directory, salt: int) -> Report:
     report = Report()
     newest: dict[tuple[str, bytes], list[tuple[int, int]]] = {}  # place -> (generation, bytes)
     graves: list[Grave] = []
@@ -69,7 +77,7 @@ def _check(files: Directory) -> Report:
         try:
             one = FileReport(files.file(number).name, files.size(fd))
             report.files.append(one)
-            for found in scan(files, fd):
+            for found in scan(files, fd, salt):
                 if isinstance(found, Damage):
                     _note_damage(one, found)
                     continue

@@ -11,14 +11,16 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from forebay.store.address import Address
 from forebay.store.crc import crc32c
+from forebay.store.fsck import check
 from forebay.store.holder import writer
 from forebay.store.holder.log.files import Directory, Lock, aligned_buffer
 from forebay.store.holder.log.log import Item, LogFull, SsdLog
 from forebay.store.holder.log.record import BLOCK_BYTES, Head, Kind, RecordError, padded, read_head, write_head
 from forebay.store.holder.log.scan import Damage, Found, scan
 from forebay.store.holder.memory import Entry
-from forebay.store.holder.node import not_being_buried
+from forebay.store.holder.node import Holder, HolderConfig, HolderError, not_being_buried
 from forebay.store.holder.writer import Append, BuryJob, Fsync, LogWriter, Report
 from forebay.store.wire.messages import Bury, Grave, HeldSsd
 from tests.store.store_cluster import wait_for
@@ -149,6 +151,30 @@ def test_what_is_left_of_a_torn_value_is_not_taken_for_records(tmp_path: Path) -
     log = SsdLog(Directory(tmp_path / "log"), 1 << 30)
     assert [(entry.tenant, entry.key) for entry in log.entries()] == [("victim", b"other")]
     log.close()
+
+
+def test_a_value_whose_own_head_is_damaged_is_not_taken_for_records_either(tmp_path: Path) -> None:
+    """Nobody but the holder knows its log's salt."""
+
+    def found(name: str, salt: int) -> list[tuple[str, bytes]]:
+        log = SsdLog(Directory(tmp_path / name), 1 << 30, salt)
+        log.append([item(b"hostile", forged, 1), item(b"mine", b"true", 2)])
+        log.close()
+        file = next((tmp_path / name).glob("*.log"))
+        data = bytearray(file.read_bytes())
+        data[9] ^= 1
+        file.write_bytes(data)
+        log = SsdLog(Directory(tmp_path / name), 1 << 30, salt)
+        held = [(entry.tenant, entry.key) for entry in log.entries()]
+        log.close()
+        return held
+
+    log = SsdLog(Directory(tmp_path / "forged"), 1 << 30)
+    log.append([Item("victim", b"k", 1 << 40, crc32c(b"forged"), memoryview(b"forged"))])
+    log.close()
+    forged = next((tmp_path / "forged").glob("*.log")).read_bytes()
+    assert ("victim", b"k") in found("known", 0), "so it would be without a salt"
+    assert found("salted", 0x12345678) == [(TENANT, b"mine")]
 
 
 def test_a_flipped_bit_in_a_value_is_a_miss_and_its_neighbours_are_fine(tmp_path: Path) -> None:
@@ -685,3 +711,27 @@ def test_records_whose_removal_waits_for_the_log_are_not_told_to_a_new_master() 
     assert not_being_buried(held, [Bury(1, [Grave("t", b"a", 4)])]) == held[2:]
     assert not_being_buried(held, [Bury(1, [Grave("t", b"a", 4, True)])]) == [held[0], held[2]]
     assert not_being_buried(held, [Bury(1, [Grave("t", b"a", 4, False, "another")])]) == held, "kept for another holder"
+
+
+@pytest.mark.parametrize("name", [None, "", "h\nno salt\n", " \n1234\n"])
+def test_a_log_that_has_lost_its_name_is_left_as_it_is(tmp_path: Path, name: str | None) -> None:
+    """Its salt is lost too, and without that all of it would look damaged."""
+    log = SsdLog(Directory(tmp_path), 1 << 30, 1234)
+    log.append([item(b"k", b"v" * 9000, 1)])
+    log.close()
+    if name is not None:
+        (tmp_path / "name").write_text(name)
+    before = {file.name: file.read_bytes() for file in tmp_path.glob("*.log")}
+    anywhere = Address("127.0.0.1", 0)
+    holder = Holder(HolderConfig(anywhere, anywhere, 1 << 20, tmp_path, 1 << 30))
+    with pytest.raises(HolderError, match="restore it, or empty the whole directory"):
+        holder._open_log(tmp_path)
+    assert {file.name: file.read_bytes() for file in tmp_path.glob("*.log")} == before
+    assert holder._lock is not None
+    holder._lock.release()
+
+
+def test_fsck_says_so_where_the_salt_cannot_be_read(tmp_path: Path) -> None:
+    (tmp_path / "name").write_text("h\nno salt\n")
+    with pytest.raises(OSError, match="restore it"):
+        check(tmp_path)

@@ -20,7 +20,7 @@ from pathlib import Path
 from forebay.store.address import Address, this_machine
 from forebay.store.holder.data import DataServer, Receipt
 from forebay.store.holder.door import Door
-from forebay.store.holder.log.files import Directory, Files, Lock, write_whole
+from forebay.store.holder.log.files import Directory, Files, Lock, salt_of, write_whole
 from forebay.store.holder.log.hints import LogHints
 from forebay.store.holder.log.index import covers
 from forebay.store.holder.log.log import SsdLog
@@ -238,23 +238,31 @@ class Holder:
             self._lock = Lock(directory)
         except BlockingIOError as error:
             raise HolderError(f"SSD directory {directory} is in use by another holder; give each its own") from error
-        self.name = self._name_of(directory / "name")
+        self.name, salt = self._names_of(directory)
         with contextlib.suppress(FileNotFoundError):
             self.peers = (directory / "peers").read_text().split()
         files = self._files or Directory(directory)
-        self.log = SsdLog(files, self.config.ssd_bytes)
+        self.log = SsdLog(files, self.config.ssd_bytes, salt)
         if self._secrets.tenants <= 1 and isinstance(files, Directory) and files.direct:
             self._hints = LogHints(directory, self.config.ssd_bytes, self._lock.mark)
             self.log.tell(self._hints)
 
-    def _name_of(self, file: Path) -> str:
-        """Made with the log, and kept with it. An empty one is of a start that was cut off before anybody was told it."""
-        known = file.read_text().strip() if file.exists() else ""
-        if known and not _NAME.fullmatch(known):
-            raise HolderError(f"{file} holds no name (1 to 64 printable characters): restore it, or empty the whole directory")
-        if not known:
-            write_whole(file, self.name + "\n")
-        return known or self.name
+    def _names_of(self, directory: Path) -> tuple[str, int]:
+        """The holder's name and the log's salt, made with the log and kept with it. An empty file is of a start that was cut off before
+        anybody was told."""
+        file = directory / "name"
+        known = file.read_text().splitlines() if file.exists() else []
+        if not known and not any(directory.glob("*.log")):
+            made = random_bytes.randbits(32)
+            write_whole(file, f"{self.name}\n{made:08x}\n")
+            return self.name, made
+        try:
+            name, salt = known[0].strip(), salt_of(known)
+        except (IndexError, ValueError):
+            name, salt = "", 0
+        if not _NAME.fullmatch(name):
+            raise HolderError(f"{file} holds no name (1 to 64 printable characters) of a log: restore it, or empty the whole directory")
+        return name, salt
 
     def _accept(self) -> Connection:
         self._numbers += 1

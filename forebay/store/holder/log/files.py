@@ -123,6 +123,11 @@ class Directory:
         return True
 
 
+def salt_of(lines: list[str]) -> int:
+    """Of a log, from the lines of the file "name" beside it: the second; logs of an early day have none. Raises ``ValueError``."""
+    return int(lines[1], 16) if len(lines) > 1 else 0
+
+
 def write_whole(file: Path, text: str) -> None:
     """``file`` has ``text``, or what it had before, also after a power cut. Raises ``OSError``."""
     beside = file.with_name(file.name + ".new")

@@ -62,10 +62,12 @@ class Item:
 
 
 class SsdLog:
-    """At most ``capacity`` bytes in files of ``files``. Raises ``OSError`` as its file layer does."""
+    """At most ``capacity`` bytes in files of ``files``. ``salt``: of its records' heads (`log.record`), always the same. Raises
+    ``OSError`` as its file layer does."""
 
-    def __init__(self, files: Files, capacity: int) -> None:
+    def __init__(self, files: Files, capacity: int, salt: int = 0) -> None:
         self.capacity = capacity
+        self._salt = salt
         self.file_bytes = max(MIN_FILE_BYTES, min(MAX_FILE_BYTES, capacity // FILES_AT_CAPACITY))
         self.index = Index()
         self.cut_bytes = 0  # what the start found torn or damaged
@@ -284,7 +286,7 @@ class SsdLog:
             fd = self._files.open(number)
             file = LogFile(number, fd, self._files.size(fd), used=self._tick, sealed_tick=self._tick)
             self._tick += 1
-            for found in scan(self._files, fd):
+            for found in scan(self._files, fd, self._salt):
                 if isinstance(found, Damage):
                     self.cut_bytes += found.bytes
                     if found.tail:
@@ -323,7 +325,7 @@ class SsdLog:
             good.append(copy_crc32c(as_bytes(value), as_bytes(item.value)) == item.crc)
             if good[-1]:
                 head = Head(Kind.VALUE, item.generation, length, item.crc, item.tenant, item.key)
-                write_head(head, buffer[at : at + BLOCK_BYTES])
+                write_head(head, buffer[at : at + BLOCK_BYTES], self._salt)
                 buffer[at + BLOCK_BYTES + length : at + BLOCK_BYTES + padded(length)] = bytes(padded(length) - length)
                 at += head.record_bytes
         start = file.size
@@ -346,7 +348,7 @@ class SsdLog:
         file = self._file_for(GRAVE_COPIES * size)
         buffer = aligned_buffer(GRAVE_COPIES * size)
         for start in range(0, GRAVE_COPIES * size, size):
-            write_head(head, buffer[start : start + BLOCK_BYTES])
+            write_head(head, buffer[start : start + BLOCK_BYTES], self._salt)
             buffer[start + BLOCK_BYTES : start + BLOCK_BYTES + len(value)] = value
         self._files.write(file.fd, buffer[: GRAVE_COPIES * size], file.size)
         with self._lock:

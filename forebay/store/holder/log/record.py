@@ -3,7 +3,9 @@
     magic 4s | version u16 | kind u16 | generation u64 | value length u64 | tenant length u16 | key length u16 |
     value CRC32C u32 | head CRC32C u32 | tenant | key | zero to 4096 || value | zero to a multiple of 4096
 
-The head CRC covers everything before it and tenant and key. VALUE holds an object; GRAVES holds a msgpack list of removals.
+The head CRC covers everything before it and tenant and key, and goes on from the log's *salt*, a number that only its holder knows:
+so a value that holds what looks like records is never read as such, whatever happens to its own head. VALUE holds an object; GRAVES
+holds a msgpack list of removals.
 """
 
 import struct
@@ -52,12 +54,12 @@ def padded(count: int) -> int:
     return (count + BLOCK_BYTES - 1) & -BLOCK_BYTES
 
 
-def pack_head(head: Head) -> bytes:
+def pack_head(head: Head, salt: int = 0) -> bytes:
     """The head block without the zeros at its end. Raises ``RecordError`` if it is too large."""
     tenant = head.tenant.encode()
     fixed = _HEAD.pack(MAGIC, VERSION, head.kind, head.generation, head.value_bytes, len(tenant), len(head.key), head.value_crc)
     names = tenant + head.key
-    packed = fixed + _CRC.pack(crc32c(names, crc32c(fixed))) + names
+    packed = fixed + _CRC.pack(crc32c(names, crc32c(fixed, salt))) + names
     if len(packed) > BLOCK_BYTES:
         raise RecordError(f"tenant and key of {len(names)} bytes; {BLOCK_BYTES - _NAMES_AT} are allowed")
     return packed
@@ -71,15 +73,15 @@ def is_head(block: memoryview, generation: int, value_bytes: int, value_crc: int
     return block[: _HEAD.size] == fixed and block[_NAMES_AT : _NAMES_AT + len(names)] == names
 
 
-def write_head(head: Head, block: memoryview) -> None:
+def write_head(head: Head, block: memoryview, salt: int = 0) -> None:
     """Fill ``block`` (``BLOCK_BYTES``, writable)."""
-    packed = pack_head(head)
+    packed = pack_head(head, salt)
     block[: len(packed)] = packed
     block[len(packed) : BLOCK_BYTES] = bytes(BLOCK_BYTES - len(packed))
 
 
-def read_head(block: memoryview) -> Head:
-    """Raises ``RecordError`` unless ``block`` is the whole head block of a record."""
+def read_head(block: memoryview, salt: int = 0) -> Head:
+    """Raises ``RecordError`` unless ``block`` is the whole head block of a record of the log with this ``salt``."""
     if len(block) < BLOCK_BYTES:
         raise RecordError("cut off within its head")
     magic, version, kind, generation, value_bytes, tenant_bytes, key_bytes, value_crc = _HEAD.unpack_from(block)
@@ -87,7 +89,7 @@ def read_head(block: memoryview) -> Head:
         raise RecordError(f"magic {magic!r}, version {version}")
     end = _NAMES_AT + tenant_bytes + key_bytes
     (crc,) = _CRC.unpack_from(block, _HEAD.size)
-    if end > BLOCK_BYTES or crc32c(block[_NAMES_AT:end], crc32c(block[: _HEAD.size])) != crc:
+    if end > BLOCK_BYTES or crc32c(block[_NAMES_AT:end], crc32c(block[: _HEAD.size], salt)) != crc:
         raise RecordError("the head's checksum does not match")
     names = bytes(block[_NAMES_AT:end])
     try:

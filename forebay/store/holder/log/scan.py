@@ -36,14 +36,14 @@ class Damage:
     tail: bool
 
 
-def scan(files: Files, fd: int) -> Iterator[Found | Damage]:
+def scan(files: Files, fd: int, salt: int = 0) -> Iterator[Found | Damage]:
     """Raises ``OSError`` if the file has no size. What cannot be read is never a tail: it may be readable next time."""
     size = files.size(fd)
     block = aligned_buffer(BLOCK_BYTES)
     position, bad_from, why, unreadable = 0, -1, "", 0
     while position < size and unreadable < MAX_UNREADABLE:
         try:
-            found = _record_at(files, fd, block, position, size)
+            found = _record_at(files, fd, block, position, size, salt)
         except (RecordError, OSError) as error:
             if isinstance(error, CutOff) and bad_from < 0:  # what follows is of its value, and may look like records
                 yield Damage(position, size - position, str(error), tail=True)
@@ -72,8 +72,8 @@ def value_is_good(files: Files, fd: int, found: Found) -> bool:
     return count >= length and crc32c(buffer[:length]) == found.head.value_crc
 
 
-def _record_at(files: Files, fd: int, block: memoryview, position: int, size: int) -> Found:
-    head = read_head(block[: files.read(fd, block, position)])
+def _record_at(files: Files, fd: int, block: memoryview, position: int, size: int, salt: int) -> Found:
+    head = read_head(block[: files.read(fd, block, position)], salt)
     if position + head.record_bytes > size:
         raise CutOff("cut off within its value")
     if head.kind is Kind.VALUE:
