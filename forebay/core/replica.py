@@ -141,7 +141,7 @@ class Replica:
     @property
     def is_idle(self) -> bool:
         """Nothing runs, nothing is in flight: no page will come free by itself."""
-        moving = self.in_flight or self.backups.in_flight or self.stores.in_flight
+        moving = self.in_flight or self.backups.in_flight or self.stores.is_busy
         return not (self.running or moving) and self.tickets.is_idle
 
     def pages_for(self, tokens: int) -> int:

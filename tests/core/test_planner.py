@@ -435,6 +435,15 @@ def test_a_flush_waits_for_what_is_in_flight_and_admits_nothing_meanwhile(desk: 
     assert effects.plan is not None, "and then b is admitted"
 
 
+def test_a_flush_of_the_device_waits_for_what_is_still_to_be_stored(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With staging that pins pages, also before it is on its way (found by equality sequences on a slow store)."""
+    desk.run_all(desk.submit("a", PROMPT, max_tokens=1))
+    replica = desk.planner.replica
+    assert replica.is_idle
+    monkeypatch.setattr(type(replica.stores), "is_busy", property(lambda _: True))
+    assert not replica.stores.in_flight and not replica.is_idle
+
+
 def test_a_flush_at_its_time_says_what_is_busy(desk: Desk) -> None:
     desk.submit("a", PROMPT)
     desk.step(Flush(1, ("device",), 1.0))
