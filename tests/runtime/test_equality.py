@@ -30,16 +30,24 @@ class Case:
     name: str
     settings: dict[str, Any]
     numbers: dict[str, str] = field(default_factory=lambda: {"dtype": "float32"})
-    has_store: bool = True
+    store: str = "file:{}"
+
+    @property
+    def has_store(self) -> bool:
+        return self.store != "none"
 
 
+EMBEDDED = "embedded:{}?dram=4MiB&ssd=16MiB"
+SELECTIVE: dict[str, Any] = {"write_policy": "write-through-selective"}
+WRITE_BACK: dict[str, Any] = {"write_policy": "write-back"}
+STAGING: dict[str, Any] = {"pp": 2, "host_memory": "80KiB", "host_mode": "staging"}
 CASES = [
     Case("write-through", {"pp": 2, "device_memory": "96KiB", "host_memory": "160KiB", "chunk_size": 64}),
     Case(
         "staging",
         {"pp": 3, "device_memory": "96KiB", "host_memory": "160KiB", "host_mode": "staging", "chunk_size": 32, "fetch_route": "staged"},
     ),
-    Case("host only", {"device_memory": "136KiB", "host_memory": "1MiB", "write_policy": "write-back"}, has_store=False),
+    Case("host only", {"device_memory": "136KiB", "host_memory": "1MiB", "write_policy": "write-back"}, store="none"),
     Case("selective", {"pp": 4, "device_memory": "64KiB", "host_memory": "64KiB", "write_policy": "write-through-selective"}),
     Case("write-back", {"tp": 2, "device_memory": "96KiB", "host_memory": "128KiB", "write_policy": "write-back", "chunk_size": 16}),
     Case("staging ticket", {"pp": 2, "device_memory": "80KiB", "host_memory": "80KiB", "host_mode": "staging"}),
@@ -47,6 +55,21 @@ CASES = [
     Case("fp8", {"device_memory": "64KiB", "host_memory": "64KiB"}, {"dtype": "float32", "kv_dtype": "fp8_e4m3"}),
     Case("float16", {"pp": 2, "device_memory": "48KiB", "host_memory": "64KiB"}, {"dtype": "float32", "kv_dtype": "float16"}),
     Case("bfloat16", {"pp": 2, "device_memory": "48KiB", "host_memory": "96KiB", "chunk_size": 48}, {"dtype": "bfloat16"}),
+    Case("embedded", {"pp": 2, "device_memory": "96KiB", "host_memory": "160KiB"}, store=EMBEDDED),
+    Case("embedded, staging, write-back", STAGING | WRITE_BACK | {"device_memory": "80KiB"}, store=EMBEDDED),
+    Case("embedded, int8, staging", STAGING | {"device_memory": "32KiB"}, {"dtype": "float32", "kv_dtype": "int8"}, EMBEDDED),
+    Case("int8, staging", STAGING | {"device_memory": "22KiB"}, {"dtype": "float32", "kv_dtype": "int8"}),
+    Case("fp8, staging, write-back", STAGING | WRITE_BACK | {"device_memory": "20KiB"}, {"dtype": "float32", "kv_dtype": "fp8_e4m3"}),
+    Case("float16, staging, back", STAGING | WRITE_BACK | {"device_memory": "40KiB"}, {"dtype": "float32", "kv_dtype": "float16"}),
+    Case("bfloat16, staging", STAGING | {"device_memory": "48KiB"}, {"dtype": "bfloat16"}),
+    Case("bfloat16, staging, selective", STAGING | SELECTIVE | {"device_memory": "48KiB"}, {"dtype": "bfloat16"}, EMBEDDED),
+    Case("bfloat16, staging, write-back", STAGING | WRITE_BACK | {"device_memory": "36KiB"}, {"dtype": "bfloat16"}),
+    Case(
+        "embedded, int8, tp, staged",
+        {"tp": 2, "device_memory": "32KiB", "host_memory": "64KiB", "fetch_route": "staged"} | SELECTIVE,
+        {"dtype": "float32", "kv_dtype": "int8"},
+        EMBEDDED,
+    ),
 ]
 
 
@@ -130,8 +153,7 @@ def run_case(case: Case, model: Path, store: Path, seeds: range) -> Hits:
     hits = Hits()
     expected = Expected(model, case.numbers)
     try:
-        url = f"file:{store}" if case.has_store else "none"
-        with LLM(str(model), **(SMALL | case.numbers | case.settings | {"store": url})) as llm:
+        with LLM(str(model), **(SMALL | case.numbers | case.settings | {"store": case.store.format(store)})) as llm:
             for seed in seeds:
                 check_sequence(llm, expected, seed, tolerance, hits)
     finally:
@@ -146,7 +168,7 @@ def test_text_is_the_same_whatever_tier_it_comes_from(case: Case, model: Path, t
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_200_sequences(case: Case, model: Path, tmp_path: Path) -> None:
+def test_400_sequences(case: Case, model: Path, tmp_path: Path) -> None:
     first = 1000 * CASES.index(case)
     assert_all_tiers_hit(case, run_case(case, model, tmp_path / "pages", range(first, first + 20)))
 
