@@ -67,7 +67,9 @@ def show(console: Console, store: str) -> int:
     with serving(console, store) as url:
         client = OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120)
         model = client.models.list().data[0].id
-        messages: list[dict[str, str]] = [{"role": "system", "content": f"You answer from this manual.\n\n{MANUAL}"}]
+        messages: list[dict[str, str]] = [
+            {"role": "system", "content": f"You answer from this manual.\n\n{MANUAL}"}
+        ]
         turns = []
         for number, question in enumerate(QUESTIONS, 1):
             messages.append({"role": "user", "content": question})
@@ -75,16 +77,24 @@ def show(console: Console, store: str) -> int:
             turn, text = ask(client, model, messages, f"turn {number}", console)
             messages.append({"role": "assistant", "content": text})
             turns.append(turn)
-        console.print("\n[dim]The last turn once more, with a cache salt of its own: nothing is shared, all of it is computed.[/]")
+        console.print(
+            "\n[dim]The last turn once more, with a cache salt of its own: nothing is shared, all of it is computed.[/]"
+        )
         last = messages[:-1]
         cold, _ = ask(client, model, last, "last turn, no cache", console, cache_salt="demo")
         wait_stored(url)
-    console.print("\n[dim]A new server on the same store: memory is empty, the pages of the conversation are not lost.[/]")
+    console.print(
+        "\n[dim]A new server on the same store: memory is empty, the pages of the conversation are not lost.[/]"
+    )
     with serving(console, store) as url:
         client = OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120)
         warm, _ = ask(client, model, last, "last turn, new server", console)
     summary(console, turns, cold, warm)
-    if not all(turn.cached_tokens for turn in turns[1:]) or cold.cached_tokens or not warm.cached_tokens:
+    if (
+        not all(turn.cached_tokens for turn in turns[1:])
+        or cold.cached_tokens
+        or not warm.cached_tokens
+    ):
         console.print("[red]The cache did not do what it should: see the table.")
         return 1
     return 0
@@ -94,7 +104,14 @@ def show(console: Console, store: str) -> int:
 def serving(console: Console, store: str) -> Iterator[str]:
     """The server's URL, once it is ready. Raises ``SystemExit`` with its last words if it does not start."""
     command = forebay(console, "serve", "demo", "--pp", "2", "--port", "0", "--store", store)
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, bufsize=1, process_group=0)
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        bufsize=1,
+        process_group=0,
+    )
     try:
         yield wait_ready(process, console)
     finally:
@@ -118,7 +135,9 @@ def wait_ready(process: subprocess.Popen[str], console: Console) -> str:
         console.print(f"[dim]{line.rstrip()}[/]")
         found = re.search(r"ready on (http://[\d.]+:\d+)", line)
         if found:
-            threading.Thread(target=process.stdout.read, daemon=True).start()  # a full pipe would stop the server
+            threading.Thread(
+                target=process.stdout.read, daemon=True
+            ).start()  # a full pipe would stop the server
             return found[1]
     raise SystemExit(f"the server did not start (exit status {process.wait()})")
 
@@ -134,7 +153,12 @@ def wait_stored(url: str) -> None:
 
 
 def ask(
-    client: OpenAI, model: str, messages: list[dict[str, str]], name: str, console: Console, cache_salt: str | None = None
+    client: OpenAI,
+    model: str,
+    messages: list[dict[str, str]],
+    name: str,
+    console: Console,
+    cache_salt: str | None = None,
 ) -> tuple[Turn, str]:
     """Stream one answer to the terminal."""
     extra: dict[str, Any] = {} if cache_salt is None else {"cache_salt": cache_salt}
@@ -163,7 +187,9 @@ def ask(
     assert usage is not None and usage.prompt_tokens_details is not None
     cached = usage.prompt_tokens_details.cached_tokens or 0
     decode_ms = 1000 * (ended - first) / max(usage.completion_tokens - 1, 1)
-    return Turn(name, usage.prompt_tokens, cached, 1000 * (first - started), decode_ms), "".join(pieces)
+    return Turn(name, usage.prompt_tokens, cached, 1000 * (first - started), decode_ms), "".join(
+        pieces
+    )
 
 
 def summary(console: Console, turns: list[Turn], cold: Turn, warm: Turn) -> None:
@@ -171,19 +197,31 @@ def summary(console: Console, turns: list[Turn], cold: Turn, warm: Turn) -> None
     for heading in ("request", "prompt tokens", "cached", "TTFT ms", "ms a token"):
         table.add_column(heading, justify="left" if heading == "request" else "right")
     for turn in (*turns, cold, warm):
-        table.add_row(turn.name, str(turn.prompt_tokens), str(turn.cached_tokens), f"{turn.ttft_ms:.0f}", f"{turn.decode_ms:.1f}")
+        table.add_row(
+            turn.name,
+            str(turn.prompt_tokens),
+            str(turn.cached_tokens),
+            f"{turn.ttft_ms:.0f}",
+            f"{turn.decode_ms:.1f}",
+        )
     console.print()
     console.print(table)
-    console.print(f"With the cache, the last turn's first token came {cold.ttft_ms / turns[-1].ttft_ms:.1f} times sooner;")
+    console.print(
+        f"With the cache, the last turn's first token came {cold.ttft_ms / turns[-1].ttft_ms:.1f} times sooner;"
+    )
     console.print(f"on a new server, from the store, {cold.ttft_ms / warm.ttft_ms:.1f} times.")
 
 
 def compare(console: Console) -> int:
     """The small A/B: every other request has its prefix in the store."""
-    console.print("\n[dim]By ticket against stage by stage, on fresh servers: every other prompt of 1,024 tokens is in the store.[/]")
+    console.print(
+        "\n[dim]By ticket against stage by stage, on fresh servers: every other prompt of 1,024 tokens is in the store.[/]"
+    )
     load = ("--groups", "mixed", "--requests", "12", "--repeat", "2", "--concurrency", "4")
     command = forebay(console, "bench", "ttft", "demo", *load, "--json")
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:  # it gets Ctrl-C too, and is waited for
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True
+    ) as process:  # it gets Ctrl-C too, and is waited for
         out, _ = process.communicate()
     status: int = process.returncode
     if out:
@@ -195,14 +233,18 @@ def show_comparison(console: Console, result: dict[str, Any]) -> None:
     table = Table(title="Time to first token, mean of a mixed load, ms")
     for heading in ("requests", "by ticket", "stage by stage", "change", "95 % interval"):
         table.add_column(heading, justify="left" if heading == "requests" else "right")
-    means = {(entry["kind"], entry["route"]): entry["ttft_ms"]["mean"] for entry in result["groups"]}
+    means = {
+        (entry["kind"], entry["route"]): entry["ttft_ms"]["mean"] for entry in result["groups"]
+    }
     for change in result["change"]:
         name = {"hit": "in the store", "miss": "new", "all": "all"}[change["kind"]]
         times = [f"{means[change['kind'], route]:.0f}" for route in ("ticket", "staged")]
         low, high = change["mean_ci"]
         table.add_row(name, *times, f"{change['mean_pct']:+.0f} %", f"{low:+.0f} to {high:+.0f} %")
     console.print(table)
-    console.print("So few requests say little: `forebay bench ttft demo --html report.html` takes its time, and draws what happens.")
+    console.print(
+        "So few requests say little: `forebay bench ttft demo --html report.html` takes its time, and draws what happens."
+    )
 
 
 if __name__ == "__main__":

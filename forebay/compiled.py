@@ -19,7 +19,15 @@ from pathlib import Path
 
 import platformdirs
 
-FLAGS = ("-std=gnu11", "-O3", "-march=native", "-fPIC", "-shared", "-fvisibility=hidden", "-pthread")
+FLAGS = (
+    "-std=gnu11",
+    "-O3",
+    "-march=native",
+    "-fPIC",
+    "-shared",
+    "-fvisibility=hidden",
+    "-pthread",
+)
 COMPILERS = ("cc", "gcc", "clang")
 _COMPILE_S = 120
 
@@ -54,7 +62,9 @@ class Sources:
         for name in self.names:
             digest.update((self.directory / name).read_bytes())
         try:
-            version = subprocess.run([*compiler, "--version"], capture_output=True, timeout=_COMPILE_S, check=True).stdout
+            version = subprocess.run(
+                [*compiler, "--version"], capture_output=True, timeout=_COMPILE_S, check=True
+            ).stdout
         except (OSError, subprocess.SubprocessError) as error:
             raise NotCompiled(f"{shlex.join(compiler)} --version fails ({error})") from error
         digest.update(repr((compiler, version, FLAGS, _cpu())).encode())
@@ -69,14 +79,32 @@ class Sources:
                 if path.exists():  # another process was faster
                     return
                 if self.what:
-                    print(f"forebay: compiling {self.what} for this machine (once)", file=sys.stderr, flush=True)
+                    print(
+                        f"forebay: compiling {self.what} for this machine (once)",
+                        file=sys.stderr,
+                        flush=True,
+                    )
                 unfinished = path.with_suffix(".tmp")
-                command = [*compiler, *FLAGS, str(self.directory / self.names[0]), "-o", str(unfinished), "-lm"]
-                subprocess.run(command, capture_output=True, timeout=_COMPILE_S, check=True, text=True)
+                command = [
+                    *compiler,
+                    *FLAGS,
+                    str(self.directory / self.names[0]),
+                    "-o",
+                    str(unfinished),
+                    "-lm",
+                ]
+                subprocess.run(
+                    command, capture_output=True, timeout=_COMPILE_S, check=True, text=True
+                )
                 unfinished.rename(path)
         except subprocess.CalledProcessError as error:
-            first = next((line for line in str(error.stderr).splitlines() if "error" in line), f"status {error.returncode}")
-            raise NotCompiled(f"{shlex.join(compiler)} does not compile them ({first.strip()})") from error
+            first = next(
+                (line for line in str(error.stderr).splitlines() if "error" in line),
+                f"status {error.returncode}",
+            )
+            raise NotCompiled(
+                f"{shlex.join(compiler)} does not compile them ({first.strip()})"
+            ) from error
         except (OSError, subprocess.SubprocessError) as error:
             raise NotCompiled(f"they cannot be compiled into {path.parent} ({error})") from error
 
@@ -103,4 +131,12 @@ def _cpu() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return ""
-    return "\n".join(sorted({line for line in lines if line.startswith(("vendor_id", "model", "stepping", "flags", "Features"))}))
+    return "\n".join(
+        sorted(
+            {
+                line
+                for line in lines
+                if line.startswith(("vendor_id", "model", "stepping", "flags", "Features"))
+            }
+        )
+    )

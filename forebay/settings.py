@@ -87,16 +87,24 @@ class Setting:
     def range(self) -> str:
         if self.short_range or (self.low is None and self.high is None):
             return self.short_range
-        return f"{'' if self.low is None else self.low} to {'any' if self.high is None else self.high}"
+        return (
+            f"{'' if self.low is None else self.low} to {'any' if self.high is None else self.high}"
+        )
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of one server. `None` means derived at start; the derived value is printed."""
 
     host: Annotated[str, Setting("address that the HTTP server listens on")] = "127.0.0.1"
-    port: Annotated[int, Setting("port of the HTTP server; 0 takes a free one", low=0, high=65535)] = 8000
-    api_key: Annotated[str | None, Setting("bearer token that every request must carry; none = open")] = None
-    served_model_name: Annotated[str | None, Setting("the name in the API; the model's own if not given")] = None
+    port: Annotated[
+        int, Setting("port of the HTTP server; 0 takes a free one", low=0, high=65535)
+    ] = 8000
+    api_key: Annotated[
+        str | None, Setting("bearer token that every request must carry; none = open")
+    ] = None
+    served_model_name: Annotated[
+        str | None, Setting("the name in the API; the model's own if not given")
+    ] = None
     pp: Annotated[
         int,
         Setting(
@@ -107,35 +115,68 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             ("--pipeline-parallel-size",),
         ),
     ] = 1
-    tp: Annotated[int, Setting("ranks that share each layer by heads", "ranks", 1, 1024, ("--tensor-parallel-size",))] = 1
+    tp: Annotated[
+        int,
+        Setting(
+            "ranks that share each layer by heads", "ranks", 1, 1024, ("--tensor-parallel-size",)
+        ),
+    ] = 1
     dtype: Annotated[DType, Setting("weights and activations; auto = the model's own")] = DType.AUTO
     device: Annotated[Device, Setting("where stages compute")] = Device.CPU
     kernels: Annotated[
         Kernels,
-        Setting("what computes; auto = on a CPU compiled for this machine at first use, where there is a C compiler, else PyTorch's"),
+        Setting(
+            "what computes; auto = on a CPU compiled for this machine at first use, where there is a C compiler, else PyTorch's"
+        ),
     ] = Kernels.AUTO
     threads_per_rank: Annotated[
-        int | None, Setting("compute threads of one rank; cores / ranks on this machine if not given", "threads", 1, 1024)
+        int | None,
+        Setting(
+            "compute threads of one rank; cores / ranks on this machine if not given",
+            "threads",
+            1,
+            1024,
+        ),
     ] = None
-    page_size: Annotated[int, Setting("tokens of a page: the one unit of caching, copying and evicting", "tokens", 1, 4096)] = 64
+    page_size: Annotated[
+        int,
+        Setting(
+            "tokens of a page: the one unit of caching, copying and evicting", "tokens", 1, 4096
+        ),
+    ] = 64
     kv_dtype: Annotated[
         KvDType,
-        Setting("numbers of the KV cache in all tiers; auto = as computed; int8 and fp8_e4m3 have a scale for each token and head"),
+        Setting(
+            "numbers of the KV cache in all tiers; auto = as computed; int8 and fp8_e4m3 have a scale for each token and head"
+        ),
     ] = KvDType.AUTO
     device_memory: Annotated[
         int | None,
-        Setting("KV pages of one rank (L1); a share of the free memory if not given", "bytes", 1, short_range="a size such as 512MiB"),
+        Setting(
+            "KV pages of one rank (L1); a share of the free memory if not given",
+            "bytes",
+            1,
+            short_range="a size such as 512MiB",
+        ),
     ] = None
     host_memory: Annotated[
         int | None,
         Setting(
-            "KV pages of one rank in host memory (L2); twice the device's if not given", "bytes", 1, short_range="a size such as 4GiB"
+            "KV pages of one rank in host memory (L2); twice the device's if not given",
+            "bytes",
+            1,
+            short_range="a size such as 4GiB",
         ),
     ] = None
-    host_mode: Annotated[HostMode, Setting("host pages are a tier of their own, or there only on the way to and from the store")] = (
-        HostMode.CACHE
+    host_mode: Annotated[
+        HostMode,
+        Setting(
+            "host pages are a tier of their own, or there only on the way to and from the store"
+        ),
+    ] = HostMode.CACHE
+    write_policy: Annotated[WritePolicy, Setting("when a full page is copied to host memory")] = (
+        WritePolicy.WRITE_THROUGH
     )
-    write_policy: Annotated[WritePolicy, Setting("when a full page is copied to host memory")] = WritePolicy.WRITE_THROUGH
     store: Annotated[
         str,
         Setting(
@@ -157,7 +198,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             "not run anyway, or 2 s + 0.1 s per 1,024 tokens, at most 30 s"
         ),
     ] = FetchPolicy.TIMEOUT
-    fetch_threshold: Annotated[int, Setting("stored prefixes shorter than this are computed", "tokens", 0, 1 << 20)] = 256
+    fetch_threshold: Annotated[
+        int, Setting("stored prefixes shorter than this are computed", "tokens", 0, 1 << 20)
+    ] = 256
     chunk_size: Annotated[
         int | None,
         Setting(
@@ -169,16 +212,34 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             ("--chunked-prefill-size",),
         ),
     ] = None
-    max_running: Annotated[int, Setting("requests that may hold device pages at once", "requests", 1, 65536, ("--max-num-seqs",))] = 64
+    max_running: Annotated[
+        int,
+        Setting(
+            "requests that may hold device pages at once", "requests", 1, 65536, ("--max-num-seqs",)
+        ),
+    ] = 64
     max_context: Annotated[
-        int | None, Setting("longest prompt + output; the model's own if not given", "tokens", 1, 1 << 30, ("--max-model-len",))
+        int | None,
+        Setting(
+            "longest prompt + output; the model's own if not given",
+            "tokens",
+            1,
+            1 << 30,
+            ("--max-model-len",),
+        ),
     ] = None
-    max_waiting: Annotated[int, Setting("requests that may queue; more are refused with 429", "requests", 0, 1_000_000)] = 1000
-    schedule: Annotated[Schedule, Setting("order of admission: arrival, or longest cached prefix first")] = Schedule.FCFS
+    max_waiting: Annotated[
+        int, Setting("requests that may queue; more are refused with 429", "requests", 0, 1_000_000)
+    ] = 1000
+    schedule: Annotated[
+        Schedule, Setting("order of admission: arrival, or longest cached prefix first")
+    ] = Schedule.FCFS
     seed: Annotated[int, Setting("seeds requests that bring none", low=0, high=2**63 - 1)] = 0
     timeline: Annotated[
         Path | None,
-        Setting("directory for all processes' spans when the server ends, and for flight records; made if it is not there"),
+        Setting(
+            "directory for all processes' spans when the server ends, and for flight records; made if it is not there"
+        ),
     ] = None
 
 
@@ -198,7 +259,10 @@ class Field:
     @property
     def names(self) -> list[str]:
         """The name and its aliases, as a settings file or the environment may write them."""
-        return [self.name, *(alias.removeprefix("--").replace("-", "_") for alias in self.setting.aliases)]
+        return [
+            self.name,
+            *(alias.removeprefix("--").replace("-", "_") for alias in self.setting.aliases),
+        ]
 
     @property
     def is_size(self) -> bool:
@@ -239,16 +303,22 @@ def resolve(
         given[field.name] = (f"{key} in {file}", value)
     for key, value in (os.environ if environment is None else environment).items():
         if key.startswith(ENVIRONMENT_PREFIX) and key not in OTHER_VARIABLES:
-            field = _known(key.removeprefix(ENVIRONMENT_PREFIX).lower(), known, f"the environment ({key})")
+            field = _known(
+                key.removeprefix(ENVIRONMENT_PREFIX).lower(), known, f"the environment ({key})"
+            )
             given[field.name] = (key, value)
     for key, value in flags.items():
         if value is not None:
             field = _known(key, known, caller)
             given[field.name] = (field.flag, value)
     by_name = {field.name: field for field in fields()}
-    settings = Settings(**{name: _convert(by_name[name], where, value) for name, (where, value) in given.items()})
+    settings = Settings(
+        **{name: _convert(by_name[name], where, value) for name, (where, value) in given.items()}
+    )
     if settings.host_mode is HostMode.STAGING and settings.store == "none":
-        raise SettingsError("--host-mode staging needs a store to stage pages for; name one with --store, or say --host-mode cache")
+        raise SettingsError(
+            "--host-mode staging needs a store to stage pages for; name one with --store, or say --host-mode cache"
+        )
     return settings
 
 
@@ -256,9 +326,13 @@ def parse_size(text: str | int) -> int:
     """Bytes of ``512MiB``, ``2GiB``, ``4096``. Raises ``SettingsError`` for anything else, and for 0."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", str(text), re.IGNORECASE)
     if not match or match[2].lower() not in _UNITS:
-        raise SettingsError(f"{text!r} is not a size; write it as 512MiB, 2GiB or a number of bytes")
+        raise SettingsError(
+            f"{text!r} is not a size; write it as 512MiB, 2GiB or a number of bytes"
+        )
     if len(match[1]) > 20:
-        raise SettingsError(f"a size of {len(match[1])} digits is not allowed; write it as 512MiB, 2GiB or a number of bytes")
+        raise SettingsError(
+            f"a size of {len(match[1])} digits is not allowed; write it as 512MiB, 2GiB or a number of bytes"
+        )
     size = int(float(match[1]) * _UNITS[match[2].lower()])
     if size < 1:
         raise SettingsError(f"the size {text!r} is not allowed; it must be at least 1 byte")
@@ -298,7 +372,9 @@ def _convert(field: Field, where: str, value: Any) -> Any:
     try:
         if field.is_size:
             return parse_size(value)
-        converted = kind(value) if not (kind is int and isinstance(value, bool | float)) else _refuse()
+        converted = (
+            kind(value) if not (kind is int and isinstance(value, bool | float)) else _refuse()
+        )
     except SettingsError as error:
         raise SettingsError(f"{where}: {error}") from None
     except (ValueError, TypeError):
@@ -307,7 +383,9 @@ def _convert(field: Field, where: str, value: Any) -> Any:
     if isinstance(converted, int):
         low, high = field.setting.low, field.setting.high
         if (low is not None and converted < low) or (high is not None and converted > high):
-            raise SettingsError(f"{where} is {converted}; allowed: {field.range} {field.setting.unit}".rstrip())
+            raise SettingsError(
+                f"{where} is {converted}; allowed: {field.range} {field.setting.unit}".rstrip()
+            )
     return converted
 
 

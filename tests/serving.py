@@ -39,7 +39,9 @@ class Served:
 
     def wait_line(self, text: str) -> str:
         with self._changed:
-            found = self._changed.wait_for(lambda: [line for line in self.lines if text in line], DEADLINE_S)
+            found = self._changed.wait_for(
+                lambda: [line for line in self.lines if text in line], DEADLINE_S
+            )
         assert found, self.lines
         return found[0]
 
@@ -60,7 +62,11 @@ class Served:
     @property
     def ranks(self) -> list[psutil.Process]:
         """Of the grid that stands or starts, in the order of their numbers."""
-        return [child for child in oldest_first(self.planner.children()) if WORKER in command_line(child)]
+        return [
+            child
+            for child in oldest_first(self.planner.children())
+            if WORKER in command_line(child)
+        ]
 
 
 def oldest_first(processes: list[psutil.Process]) -> list[psutil.Process]:
@@ -82,10 +88,24 @@ def start_server(model_dir: Path, cache_dir: Path, *more: str, **environment: st
     return Served(spawn_server(model_dir, cache_dir, *more, output=subprocess.PIPE, **environment))
 
 
-def spawn_server(model_dir: Path, cache_dir: Path, *more: str, output: int, **environment: str) -> subprocess.Popen[str]:
+def spawn_server(
+    model_dir: Path, cache_dir: Path, *more: str, output: int, **environment: str
+) -> subprocess.Popen[str]:
     """It ends with this process, also by kill -9, and with the thread that calls this, so let that be the test's own."""
-    command = [*FOREBAY, "serve", str(model_dir), "--port", "0", "--served-model-name", "tiny", *OPTIONS, *more]
-    variables = os.environ | {"PYTHONUNBUFFERED": "1", "FOREBAY_CACHE_DIR": str(cache_dir)} | environment
+    command = [
+        *FOREBAY,
+        "serve",
+        str(model_dir),
+        "--port",
+        "0",
+        "--served-model-name",
+        "tiny",
+        *OPTIONS,
+        *more,
+    ]
+    variables = (
+        os.environ | {"PYTHONUNBUFFERED": "1", "FOREBAY_CACHE_DIR": str(cache_dir)} | environment
+    )
     return subprocess.Popen(
         command,
         stdout=output,

@@ -12,9 +12,17 @@ from forebay.cli.main import run
 from tests.frontend.tiny_text import write_random_weights, write_text_model
 
 
-def usage(rss_mib: list[float], fds: tuple[int, int] = (5, 5), files: tuple[int, int] = (2, 2), name: str = "rank 1") -> Usage:
+def usage(
+    rss_mib: list[float],
+    fds: tuple[int, int] = (5, 5),
+    files: tuple[int, int] = (2, 2),
+    name: str = "rank 1",
+) -> Usage:
     count = len(rss_mib)
-    seconds, sizes = [float(second) for second in range(count)], [int(size * MIB) for size in rss_mib]
+    seconds, sizes = (
+        [float(second) for second in range(count)],
+        [int(size * MIB) for size in rss_mib],
+    )
     counts = [[first] * (count - 1) + [last] for first, last in (fds, files)]
     return Usage(name, seconds, sizes, *counts, [3] * count)
 
@@ -23,7 +31,10 @@ def usage(rss_mib: list[float], fds: tuple[int, int] = (5, 5), files: tuple[int,
     ("seen", "said"),
     [
         (usage([100.0] * 30), None),
-        (usage([100.0 + sample / 2 for sample in range(10)] + [105.0] * 20), None),  # pools that fill once
+        (
+            usage([100.0 + sample / 2 for sample in range(10)] + [105.0] * 20),
+            None,
+        ),  # pools that fill once
         (usage([100.0 + sample % 7 for sample in range(60)]), None),  # up and down
         (usage([100.0] * 25 + [109.0] * 15 + [120.0] * 50), None),  # an arena more, now and then
         (usage([100.0 + sample / 2 for sample in range(30)]), "grew by"),
@@ -80,24 +91,58 @@ if sys.orig_argv[2:4] == ["-m", "forebay.cli"] or sys.orig_argv[1:3] == ["-m", "
 
 
 @pytest.mark.slow
-def test_a_leak_in_a_real_server_is_called_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_leak_in_a_real_server_is_called_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "sitecustomize.py").write_text(LEAK)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
     monkeypatch.setenv("FOREBAY_CACHE_DIR", str(tmp_path / "cache"))
     model = write_random_weights(write_text_model(tmp_path / "model"))
-    options = ["--page-size", "16", "--threads-per-rank", "1", "--device-memory", "400KiB", "--host-memory", "800KiB"]
-    result = endurance.run(str(model), options, load_minutes=0.3, idle_minutes=0.3, seed=0, say=lambda _: None)
+    options = [
+        "--page-size",
+        "16",
+        "--threads-per-rank",
+        "1",
+        "--device-memory",
+        "400KiB",
+        "--host-memory",
+        "800KiB",
+    ]
+    result = endurance.run(
+        str(model), options, load_minutes=0.3, idle_minutes=0.3, seed=0, say=lambda _: None
+    )
     found = [problem for problem in result["problems"] if problem.startswith("idle: frontend")]
     assert not result["flat"]
     assert "grew by" in found[0] and "descriptors" in found[1], result["problems"]
 
 
 @pytest.mark.slow
-def test_a_short_run_meets_every_kind_of_request_and_gives_all_pages_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_short_run_meets_every_kind_of_request_and_gives_all_pages_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("FOREBAY_CACHE_DIR", str(tmp_path / "cache"))
     model = write_random_weights(write_text_model(tmp_path / "model"))
-    options = ["--pp", "2", "--page-size", "16", "--threads-per-rank", "1", "--device-memory", "400KiB", "--host-memory", "800KiB"]
-    result = endurance.run(str(model), options, load_minutes=0.5, idle_minutes=0.1, seed=0, say=lambda _: None)
-    assert {"stream", "hang up", "whole", "choices", "wrong"} <= set(result["phases"][0]["requests"])
-    unexpected = [problem for problem in result["problems"] if "grew by" not in problem and "before" not in problem]
+    options = [
+        "--pp",
+        "2",
+        "--page-size",
+        "16",
+        "--threads-per-rank",
+        "1",
+        "--device-memory",
+        "400KiB",
+        "--host-memory",
+        "800KiB",
+    ]
+    result = endurance.run(
+        str(model), options, load_minutes=0.5, idle_minutes=0.1, seed=0, say=lambda _: None
+    )
+    assert {"stream", "hang up", "whole", "choices", "wrong"} <= set(
+        result["phases"][0]["requests"]
+    )
+    unexpected = [
+        problem
+        for problem in result["problems"]
+        if "grew by" not in problem and "before" not in problem
+    ]
     assert unexpected == [], "half a minute fills no pool, so growth says nothing here"

@@ -11,13 +11,19 @@ from forebay.sim.cluster import make_cluster
 
 
 def plan(start: int, tokens: int, decodes: int) -> _Plan:
-    seconds = 2e-7 * tokens * (tokens + 2 * start) + 1e-3 * tokens if not decodes else 2e-3 * decodes + 1e-6 * decodes * start
+    seconds = (
+        2e-7 * tokens * (tokens + 2 * start) + 1e-3 * tokens
+        if not decodes
+        else 2e-3 * decodes + 1e-6 * decodes * start
+    )
     each = (seconds + 0.03) / 2
     return _Plan(start, tokens, decodes, (each - 0.002, each + 0.002), seconds + 0.04)
 
 
 def test_the_fit_finds_the_model_that_made_its_samples() -> None:
-    plans = [plan(start, 512, 0) for start in range(0, 4096, 512)] + [plan(start, n, n) for start in (64, 512, 2048) for n in (1, 2, 4)]
+    plans = [plan(start, 512, 0) for start in range(0, 4096, 512)] + [
+        plan(start, n, n) for start in (64, 512, 2048) for n in (1, 2, 4)
+    ]
     found = _fit(plans)
     assert found["forward.quadratic_s"] == pytest.approx(2e-7, rel=0.01)
     assert found["forward.linear_s"] == pytest.approx(1e-3, rel=0.01)

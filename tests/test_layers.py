@@ -16,11 +16,33 @@ LAYERS = {
     "runtime": {"core", "observe", "store", "models", "settings"},
     "frontend": {"core", "observe", "models", "runtime", "settings"},
     "bench": {"core", "observe", "models", "runtime", "store", "sim", "frontend", "settings"},
-    "cli": {"core", "observe", "models", "runtime", "store", "sim", "frontend", "bench", "settings"},
+    "cli": {
+        "core",
+        "observe",
+        "models",
+        "runtime",
+        "store",
+        "sim",
+        "frontend",
+        "bench",
+        "settings",
+    },
     "settings": {"core"},
     "__init__": {"core", "frontend"},
 }
-PURE = {"torch", "socket", "threading", "time", "random", "asyncio", "zmq", "os", "pathlib", "subprocess", "io"}
+PURE = {
+    "torch",
+    "socket",
+    "threading",
+    "time",
+    "random",
+    "asyncio",
+    "zmq",
+    "os",
+    "pathlib",
+    "subprocess",
+    "io",
+}
 MODULES = sorted(ROOT.rglob("*.py"))
 
 

@@ -73,7 +73,11 @@ def calibrate(model: str, say: Callable[[str], None]) -> str:
         say("measuring the disk")
         read_gb_s, write_gb_s = _disk(directory)
     plans = _plans(spans, expected)
-    dials = _fit(plans) | _links(spans, config, plans) | {"store.ssd_read_gb_s": read_gb_s, "store.ssd_write_gb_s": write_gb_s}
+    dials = (
+        _fit(plans)
+        | _links(spans, config, plans)
+        | {"store.ssd_read_gb_s": read_gb_s, "store.ssd_write_gb_s": write_gb_s}
+    )
     dials["forward.contention"] = _contention(spans, plans, len(expected))
     dials["network.frontend_s"] = frontend_s
     return _file(config, dials)
@@ -86,7 +90,10 @@ def _run(model: str, config: ModelConfig, directory: Path) -> list[tuple[int, in
     expected: list[tuple[int, int, int]] = []
 
     def prompt(tokens: int) -> list[int]:
-        return [dice.randrange(first_token_id(config.vocab_size), config.vocab_size) for _ in range(tokens)]
+        return [
+            dice.randrange(first_token_id(config.vocab_size), config.vocab_size)
+            for _ in range(tokens)
+        ]
 
     def chunks(tokens: int) -> list[tuple[int, int, int]]:
         return [(start, min(CHUNK, tokens - start), 0) for start in range(0, tokens, CHUNK)]
@@ -103,7 +110,10 @@ def _run(model: str, config: ModelConfig, directory: Path) -> list[tuple[int, in
         many = SamplingParams(max_tokens=DECODES, temperature=0.0, ignore_eos=True)
         for context in DECODE_CONTEXTS:
             llm.generate([prompt(context)], many)
-            expected += [*chunks(context), *((context + index, 1, 1) for index in range(DECODES - 1))]
+            expected += [
+                *chunks(context),
+                *((context + index, 1, 1) for index in range(DECODES - 1)),
+            ]
         llm.generate([prompt(PAGE) for _ in range(BATCH)], many)
         llm.generate([prompt(CHUNK) for _ in range(TOGETHER)], one)
         llm.flush_cache()
@@ -119,15 +129,25 @@ def _plans(spans: dict[str, list[Span]], expected: Sequence[tuple[int, int, int]
         for span in spans[f"rank {rank}"]:
             if span.kind in (SpanKind.FORWARD, SpanKind.SAMPLE):
                 forwards.setdefault(span.id, [0.0] * PP)[rank] += span.duration_ns / 1e9
-    built = sorted((span for span in spans["planner"] if span.kind == SpanKind.PLAN), key=lambda span: span.id)
+    built = sorted(
+        (span for span in spans["planner"] if span.kind == SpanKind.PLAN), key=lambda span: span.id
+    )
     plans = []
     for span, (start, tokens, decodes) in zip(built, expected, strict=False):
         if span.value != tokens:
-            raise CalibrationError(f"plan {span.id} ran {span.value} tokens, not {tokens}: this machine was too busy; try again")
-        plans.append(_Plan(start, tokens, decodes, tuple(forwards[span.id]), span.duration_ns / 1e9))
+            raise CalibrationError(
+                f"plan {span.id} ran {span.value} tokens, not {tokens}: this machine was too busy; try again"
+            )
+        plans.append(
+            _Plan(start, tokens, decodes, tuple(forwards[span.id]), span.duration_ns / 1e9)
+        )
     for span in built[len(expected) :]:
         if 1 < span.value <= BATCH and span.id in forwards:
-            plans.append(_Plan(PAGE, span.value, span.value, tuple(forwards[span.id]), span.duration_ns / 1e9))
+            plans.append(
+                _Plan(
+                    PAGE, span.value, span.value, tuple(forwards[span.id]), span.duration_ns / 1e9
+                )
+            )
     return plans
 
 
@@ -135,7 +155,10 @@ def _frontend_s(model: str, config: ModelConfig, directory: Path) -> float:
     """What a client waits for beside the planner: HTTP, its JSON, and the answer's way back. One prompt again and again, which the
     device has from the second time on, so that little else is waited for."""
     dice = random.Random(1)
-    prompt = [dice.randrange(first_token_id(config.vocab_size), config.vocab_size) for _ in range(HTTP_TOKENS)]
+    prompt = [
+        dice.randrange(first_token_id(config.vocab_size), config.vocab_size)
+        for _ in range(HTTP_TOKENS)
+    ]
     settings = Settings(
         pp=PP, threads_per_rank=1, chunk_size=CHUNK, page_size=PAGE, store="none", host="127.0.0.1", port=0,
         served_model_name=MODEL_NAME, timeline=directory,
@@ -153,7 +176,9 @@ def _frontend_s(model: str, config: ModelConfig, directory: Path) -> float:
     ]
     if len(planned) < HTTP_ASKS - 1:
         raise CalibrationError("a prompt that was just computed was computed again; try again")
-    return max(statistics.median(answer.ttft_s for answer in answers[1:]) - statistics.median(planned), 0.0)
+    return max(
+        statistics.median(answer.ttft_s for answer in answers[1:]) - statistics.median(planned), 0.0
+    )
 
 
 def _fit(plans: Sequence[_Plan]) -> dict[str, float]:
@@ -179,8 +204,12 @@ def _fit(plans: Sequence[_Plan]) -> dict[str, float]:
 def _contention(spans: dict[str, list[Span]], plans: Sequence[_Plan], alone: int) -> float:
     """How much slower a stage goes while the other computes too: the median over passes of the prompts that ran together, each of one
     chunk. ``alone``: plans before those."""
-    built = sorted((span for span in spans["planner"] if span.kind == SpanKind.PLAN), key=lambda span: span.id)
-    together = {span.id for span in [span for span in built[alone:] if span.value == CHUNK][:TOGETHER]}
+    built = sorted(
+        (span for span in spans["planner"] if span.kind == SpanKind.PLAN), key=lambda span: span.id
+    )
+    together = {
+        span.id for span in [span for span in built[alone:] if span.value == CHUNK][:TOGETHER]
+    }
     passes = [
         [
             (span.start_ns / 1e9, (span.start_ns + span.duration_ns) / 1e9)
@@ -191,9 +220,13 @@ def _contention(spans: dict[str, list[Span]], plans: Sequence[_Plan], alone: int
     ]
     found = []
     for rank, other in ((0, 1), (1, 0)):
-        alone_s = statistics.median(plan.stages_s[rank] for plan in plans if (plan.start, plan.tokens) == (0, CHUNK))
+        alone_s = statistics.median(
+            plan.stages_s[rank] for plan in plans if (plan.start, plan.tokens) == (0, CHUNK)
+        )
         for begin, end in passes[rank]:
-            shared_s = sum(max(min(end, stop) - max(begin, start), 0.0) for start, stop in passes[other])
+            shared_s = sum(
+                max(min(end, stop) - max(begin, start), 0.0) for start, stop in passes[other]
+            )
             shared_work_s = alone_s - (end - begin - shared_s)
             if shared_s > 0.5 * (end - begin) and shared_work_s > 0:
                 found.append(shared_s / shared_work_s - 1.0)
@@ -202,7 +235,9 @@ def _contention(spans: dict[str, list[Span]], plans: Sequence[_Plan], alone: int
     return max(statistics.median(found), 0.0)
 
 
-def _non_negative(rows: npt.NDArray[np.float64], seconds: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+def _non_negative(
+    rows: npt.NDArray[np.float64], seconds: npt.NDArray[np.float64]
+) -> npt.NDArray[np.float64]:
     """Least squares on relative errors; what would become negative is 0 instead, the most negative first."""
     weighted, ones = rows / seconds[:, None], np.ones(len(seconds))
     scale = np.abs(weighted).max(axis=0)
@@ -217,20 +252,28 @@ def _non_negative(rows: npt.NDArray[np.float64], seconds: npt.NDArray[np.float64
     return values
 
 
-def _links(spans: dict[str, list[Span]], config: ModelConfig, plans: Sequence[_Plan]) -> dict[str, float]:
+def _links(
+    spans: dict[str, list[Span]], config: ModelConfig, plans: Sequence[_Plan]
+) -> dict[str, float]:
     """Copy engines, the way to the store, and messages: a plan's messages are its way to the stages, between them and back."""
     page = _kv_bytes(config) * PAGE // PP
     layers = config.layers // PP
     ranks = [span for rank in range(PP) for span in spans[f"rank {rank}"]]
 
     def gb_s(kind: SpanKind, unit: int) -> float:
-        found = [span.value * unit / max(span.duration_ns, 1) for span in ranks if span.kind == kind and span.value]
+        found = [
+            span.value * unit / max(span.duration_ns, 1)
+            for span in ranks
+            if span.kind == kind and span.value
+        ]
         if not found:
             raise CalibrationError(f"the run has no {kind}; try again")
         return statistics.median(found)
 
     queries = [span.duration_ns / 1e9 for span in spans["planner"] if span.kind == SpanKind.QUERY]
-    beyond = statistics.median(plan.total_s - sum(plan.stages_s) for plan in plans if plan.decodes == 1)
+    beyond = statistics.median(
+        plan.total_s - sum(plan.stages_s) for plan in plans if plan.decodes == 1
+    )
     message_s = max(beyond, 0.0) / (PP + 1)
     return {
         "copy.to_device_gb_s": gb_s(SpanKind.LOAD, page // layers),
@@ -283,11 +326,15 @@ def _file(config: ModelConfig, dials: dict[str, float]) -> str:
         "forward.cores": len(os.sched_getaffinity(0)),
         "store.holders": 1, "store.dram": '"1GiB"', "store.ssd": '"8GiB"', "store.nic_gb_s": dials["network.nic_gb_s"] * PP,
     }  # fmt: skip
-    lines = ["# Fitted by `forebay simulate --calibrate`: SmolLM2-135M over two stages of one thread each."]
+    lines = [
+        "# Fitted by `forebay simulate --calibrate`: SmolLM2-135M over two stages of one thread each."
+    ]
     together = fixed | dials
     for section in ("model", "engine", "forward", "copy", "network", "store"):
         lines += ["", f"[{section}]"]
         for name, value in together.items():
             if name.startswith(section + "."):
-                lines.append(f"{name.partition('.')[2]} = {f'{value:.4g}' if isinstance(value, float) else value}")
+                lines.append(
+                    f"{name.partition('.')[2]} = {f'{value:.4g}' if isinstance(value, float) else value}"
+                )
     return "\n".join(lines) + "\n"

@@ -40,7 +40,9 @@ from forebay.store.holder.log.log import FILES_AT_CAPACITY
 FLAT_MIB = 4.0
 WARM_SHARE = 0.2  # of the load's time, before it
 SAMPLE_S = 2.0
-STORE_FILES = 2 * FILES_AT_CAPACITY  # of its log; one is closed when the next batch does not fit, so some are not full
+STORE_FILES = (
+    2 * FILES_AT_CAPACITY
+)  # of its log; one is closed when the next batch does not fit, so some are not full
 SETTLE_S = 40.0  # the store's clients close a connection that was not used for 30 s
 CLIENTS = 4
 WARM_CLIENTS = 12
@@ -113,12 +115,22 @@ class Usage:
     def report(self) -> dict[str, Any]:
         return {
             "name": self.name,
-            "rss_mib": {"first": self.rss[0] / MIB, "last": self.rss[-1] / MIB, "max": max(self.rss) / MIB},
-            "rss_mib_series": [round(rss / MIB, 1) for rss in self.rss[:: max(len(self.rss) // SERIES, 1)]],
+            "rss_mib": {
+                "first": self.rss[0] / MIB,
+                "last": self.rss[-1] / MIB,
+                "max": max(self.rss) / MIB,
+            },
+            "rss_mib_series": [
+                round(rss / MIB, 1) for rss in self.rss[:: max(len(self.rss) // SERIES, 1)]
+            ],
             "growth_mib": self.growth_bytes() / MIB,
             "fds": {"first": self.fds[0], "last": self.fds[-1], "max": max(self.fds)},
             "files": {"first": self.files[0], "last": self.files[-1], "max": max(self.files)},
-            "threads": {"first": self.threads[0], "last": self.threads[-1], "max": max(self.threads)},
+            "threads": {
+                "first": self.threads[0],
+                "last": self.threads[-1],
+                "max": max(self.threads),
+            },
         }
 
 
@@ -126,8 +138,21 @@ class Server:
     """`forebay serve` in a process of its own; leaving the context ends it."""
 
     def __init__(self, model: str, arguments: Sequence[str]) -> None:
-        command = [sys.executable, "-m", "forebay.cli", "serve", model, "--host", "127.0.0.1", "--port", "0", *arguments]
-        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, preexec_fn=set_death_signal)
+        command = [
+            sys.executable,
+            "-m",
+            "forebay.cli",
+            "serve",
+            model,
+            "--host",
+            "127.0.0.1",
+            "--port",
+            "0",
+            *arguments,
+        ]
+        self._process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, text=True, preexec_fn=set_death_signal
+        )
         self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
         threading.Thread(target=self._read_lines, daemon=True).start()
         self.port = 0
@@ -161,7 +186,9 @@ class Server:
         try:
             return self._lines.get(timeout=max(deadline - time.monotonic(), 0))
         except queue.Empty:
-            raise EnduranceError(f"the server was not ready within {READY_S:.0f} s; its lines above say why") from None
+            raise EnduranceError(
+                f"the server was not ready within {READY_S:.0f} s; its lines above say why"
+            ) from None
 
     def _read_lines(self) -> None:
         assert self._process.stdout is not None
@@ -173,7 +200,9 @@ class Server:
         """Every process of the server by a name that stays."""
         top = psutil.Process(self._process.pid)
         named, counts = [("frontend", top)], Counter[str]()
-        for child in sorted(top.children(recursive=True), key=lambda process: process.create_time()):
+        for child in sorted(
+            top.children(recursive=True), key=lambda process: process.create_time()
+        ):
             kind = _kind_of(child)
             counts[kind] += 1
             named.append((kind if kind == "planner" else f"{kind} {counts[kind]}", child))
@@ -182,7 +211,9 @@ class Server:
     def get(self, path: str) -> Any:
         status, body = self._request("GET", path)
         if status != 200:
-            raise EnduranceError(f"GET {path} answered {status}: {body[:200].decode(errors='replace')}")
+            raise EnduranceError(
+                f"GET {path} answered {status}: {body[:200].decode(errors='replace')}"
+            )
         return json.loads(body)
 
     def metric(self, name: str) -> float:
@@ -197,15 +228,21 @@ class Server:
     def words_max(self) -> int:
         """Words of a stem such that no prompt exceeds the context."""
         card = self.get("/v1/models")["data"][0]
-        _, body = self._request("POST", "/tokenize", {"model": self.model, "prompt": " ".join(WORDS)})
+        _, body = self._request(
+            "POST", "/tokenize", {"model": self.model, "prompt": " ".join(WORDS)}
+        )
         tokens_per_word = json.loads(body)["count"] / len(WORDS) + 1
-        return max(min(STEM_WORDS, int((card["max_model_len"] - MAX_OUT) / tokens_per_word) - OWN_WORDS), 1)
+        return max(
+            min(STEM_WORDS, int((card["max_model_len"] - MAX_OUT) / tokens_per_word) - OWN_WORDS), 1
+        )
 
     def stream(self, body: dict[str, Any], hang_up_after: int | None) -> int:
         """The status; with ``hang_up_after`` the connection is closed after so many lines."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=REQUEST_S)
         try:
-            connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+            connection.request(
+                "POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"}
+            )
             response = connection.getresponse()
             lines = 0
             while (hang_up_after is None or lines < hang_up_after) and response.readline():
@@ -214,10 +251,17 @@ class Server:
         finally:
             connection.close()
 
-    def _request(self, method: str, path: str, body: dict[str, Any] | None = None) -> tuple[int, bytes]:
+    def _request(
+        self, method: str, path: str, body: dict[str, Any] | None = None
+    ) -> tuple[int, bytes]:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=REQUEST_S)
         try:
-            connection.request(method, path, None if body is None else json.dumps(body), {"Content-Type": "application/json"})
+            connection.request(
+                method,
+                path,
+                None if body is None else json.dumps(body),
+                {"Content-Type": "application/json"},
+            )
             response = connection.getresponse()
             return response.status, response.read()
         finally:
@@ -234,8 +278,12 @@ class Load:
         self.done: Counter[str] = Counter()
         self.errors: Counter[str] = Counter()
         chances = [random.Random(f"{seed} {number}") for number in range(clients)]
-        self._threads = [threading.Thread(target=self._client, args=(chance,), daemon=True) for chance in chances]
-        self._stems = [random.Random(stem).choices(WORDS, k=server.words_max()) for stem in range(STEMS)]
+        self._threads = [
+            threading.Thread(target=self._client, args=(chance,), daemon=True) for chance in chances
+        ]
+        self._stems = [
+            random.Random(stem).choices(WORDS, k=server.words_max()) for stem in range(STEMS)
+        ]
 
     def __enter__(self) -> "Load":
         for thread in self._threads:
@@ -255,7 +303,10 @@ class Load:
         self._server.post("/cache/flush", {"tiers": ["device", "host"], "timeout_s": DRAIN_S})
         prompts = [" ".join(self._stems[number % STEMS]) for number in range(len(self._threads))]
         with ThreadPoolExecutor(len(prompts)) as together:
-            asked = [{"model": self._server.model, "prompt": prompt, "max_tokens": 1} for prompt in prompts]
+            asked = [
+                {"model": self._server.model, "prompt": prompt, "max_tokens": 1}
+                for prompt in prompts
+            ]
             for status in together.map(self._server.post, ["/v1/completions"] * len(asked), asked):
                 self.errors[f"crowd: status {status}"] += status != 200
 
@@ -263,7 +314,10 @@ class Load:
         """Ask what nobody has asked until hardly a page of a tier is free: by then each has been used."""
         for _ in range(FILLERS_MAX):
             tiers = self._server.get("/cache")["tiers"]
-            if all(use["free"] <= FREE_SHARE * use["capacity"] for use in (tiers["device"], tiers["host"])):
+            if all(
+                use["free"] <= FREE_SHARE * use["capacity"]
+                for use in (tiers["device"], tiers["host"])
+            ):
                 return
             self._ask_something_new(chance)
 
@@ -276,12 +330,16 @@ class Load:
 
     def _ask_something_new(self, chance: random.Random) -> None:
         prompt = " ".join(chance.choices(WORDS, k=len(self._stems[0])))
-        status = self._server.post("/v1/completions", {"model": self._server.model, "prompt": prompt, "max_tokens": 1})
+        status = self._server.post(
+            "/v1/completions", {"model": self._server.model, "prompt": prompt, "max_tokens": 1}
+        )
         self.errors[f"asked alone: status {status}"] += status != 200
 
     def _client(self, chance: random.Random) -> None:
         while not self._stop.wait(chance.expovariate(1 / PAUSE_S)):
-            kind = chance.choices(["stream", "hang up", "whole", "choices", "wrong", "flush"], [30, 30, 20, 10, 8, 2])[0]
+            kind = chance.choices(
+                ["stream", "hang up", "whole", "choices", "wrong", "flush"], [30, 30, 20, 10, 8, 2]
+            )[0]
             try:
                 wrong = self._ask(kind, chance)
             except OSError as error:
@@ -293,8 +351,15 @@ class Load:
     def _ask(self, kind: str, chance: random.Random) -> str:
         """One request; what was wrong about its answer, if anything."""
         stem = self._stems[chance.randrange(STEMS)]
-        prompt = " ".join([*stem[: chance.randrange(len(stem))], *chance.choices(WORDS, k=OWN_WORDS)])
-        body = {"model": self._server.model, "prompt": prompt, "max_tokens": chance.randrange(1, MAX_OUT), "seed": chance.randrange(9)}
+        prompt = " ".join(
+            [*stem[: chance.randrange(len(stem))], *chance.choices(WORDS, k=OWN_WORDS)]
+        )
+        body = {
+            "model": self._server.model,
+            "prompt": prompt,
+            "max_tokens": chance.randrange(1, MAX_OUT),
+            "seed": chance.randrange(9),
+        }
         match kind:
             case "stream":
                 return _unless(200, self._server.stream(body | {"stream": True}, None))
@@ -302,17 +367,28 @@ class Load:
                 endless = body | {"stream": True, "max_tokens": MAX_OUT, "ignore_eos": True}
                 return _unless(200, self._server.stream(endless, chance.randrange(4)))
             case "flush":
-                status = self._server.post("/cache/flush", {"tiers": ["device", "host"], "timeout_s": 5})
+                status = self._server.post(
+                    "/cache/flush", {"tiers": ["device", "host"], "timeout_s": 5}
+                )
                 return "" if status in (200, 409) else str(status)
             case "wrong":
-                return _unless(400, self._server.post("/v1/completions", body | {"temperature": -1}))
+                return _unless(
+                    400, self._server.post("/v1/completions", body | {"temperature": -1})
+                )
             case "choices":
                 return _unless(200, self._server.post("/v1/completions", body | {"n": 3}))
             case _:
                 return _unless(200, self._server.post("/v1/completions", body))
 
 
-def run(model: str, arguments: Sequence[str], load_minutes: float, idle_minutes: float, seed: int, say: Say) -> dict[str, Any]:
+def run(
+    model: str,
+    arguments: Sequence[str],
+    load_minutes: float,
+    idle_minutes: float,
+    seed: int,
+    say: Say,
+) -> dict[str, Any]:
     """The result document. Raises ``EnduranceError``."""
     problems: list[str] = []
     with Server(model, arguments) as server:
@@ -331,12 +407,26 @@ def run(model: str, arguments: Sequence[str], load_minutes: float, idle_minutes:
         after = _give_back(server, problems)
     if server.status != 130:  # asked by SIGINT
         problems.append(f"the server ended with status {server.status}")
-    about = {"model": model, "arguments": list(arguments), "load_minutes": load_minutes, "idle_minutes": idle_minutes, "seed": seed}
+    about = {
+        "model": model,
+        "arguments": list(arguments),
+        "load_minutes": load_minutes,
+        "idle_minutes": idle_minutes,
+        "seed": seed,
+    }
     limits = {"growth_mib": FLAT_MIB, "clients": CLIENTS, "warm_clients": WARM_CLIENTS}
-    return {"config": about | limits, "phases": phases, "after": after, "flat": not problems, "problems": problems}
+    return {
+        "config": about | limits,
+        "phases": phases,
+        "after": after,
+        "flat": not problems,
+        "problems": problems,
+    }
 
 
-def _phase(server: Server, name: str, minutes: float, seed: int | None, say: Say, problems: list[str]) -> dict[str, Any]:
+def _phase(
+    server: Server, name: str, minutes: float, seed: int | None, say: Say, problems: list[str]
+) -> dict[str, Any]:
     """``seed``: of its load; None = idle."""
     usages = {process: Usage(process_name) for process_name, process in server.processes()}
     queues: dict[str, list[float]] = {"running": [], "waiting": []}
@@ -365,7 +455,10 @@ def _phase(server: Server, name: str, minutes: float, seed: int | None, say: Say
         "minutes": minutes,
         "requests": {} if load is None else dict(load.done),
         "queues_max": {queue: max(seen, default=0) for queue, seen in queues.items()},
-        "cpu_s": {usage.name: sum(process.cpu_times()[:2]) - cpu_before[process] for process, usage in usages.items()},
+        "cpu_s": {
+            usage.name: sum(process.cpu_times()[:2]) - cpu_before[process]
+            for process, usage in usages.items()
+        },
         "processes": [usage.report() for usage in usages.values()],
         "store": {"first": store[0], "last": store[1]},
     }
@@ -388,7 +481,9 @@ def _sample(usages: dict[psutil.Process, Usage], elapsed: float) -> None:
 def _let_connections_close(usages: dict[psutil.Process, Usage]) -> None:
     """Servers close their ends a moment after their clients."""
     deadline = time.monotonic() + CLOSE_S
-    while time.monotonic() < deadline and any(process.num_fds() > usage.fds[0] + usage.files[0] for process, usage in usages.items()):
+    while time.monotonic() < deadline and any(
+        process.num_fds() > usage.fds[0] + usage.files[0] for process, usage in usages.items()
+    ):
         time.sleep(CLOSE_S / 20)
 
 
@@ -398,7 +493,11 @@ def _judge(phase: str, usages: Sequence[Usage], problems: list[str]) -> None:
         if growth > FLAT_MIB:
             problems.append(f"{phase}: {usage.name} grew by {growth:.1f} MiB (allowed {FLAT_MIB})")
         files_max = 0 if usage.name == "frontend" else STORE_FILES
-        for what, seen, most in (("descriptors", usage.fds, 0), ("files open", usage.files, files_max), ("threads", usage.threads, 0)):
+        for what, seen, most in (
+            ("descriptors", usage.fds, 0),
+            ("files open", usage.files, files_max),
+            ("threads", usage.threads, 0),
+        ):
             if seen[-1] > max(seen[0], most):
                 problems.append(f"{phase}: {usage.name} has {seen[-1]} {what}, {seen[0]} before")
 
@@ -424,16 +523,25 @@ def _give_back(server: Server, problems: list[str]) -> dict[str, Any]:
     """A page that is still pinned survives a flush."""
     server.post("/cache/flush", {"tiers": ["device", "host"], "timeout_s": 10})
     _drain(server, problems)
-    tiers = {tier: use for tier, use in server.get("/cache")["tiers"].items() if "capacity" in use and "free" in use}
+    tiers = {
+        tier: use
+        for tier, use in server.get("/cache")["tiers"].items()
+        if "capacity" in use and "free" in use
+    }
     for tier, use in tiers.items():
         if use["free"] != use["capacity"]:
-            problems.append(f"after a flush {use['capacity'] - use['free']} of {use['capacity']} {tier} pages are not free")
+            problems.append(
+                f"after a flush {use['capacity'] - use['free']} of {use['capacity']} {tier} pages are not free"
+            )
     return {tier: {"capacity": use["capacity"], "free": use["free"]} for tier, use in tiers.items()}
 
 
 def _kind_of(process: psutil.Process) -> str:
     words = process.cmdline()
-    for word, kind in (("forebay.runtime.planner_process", "planner"), ("forebay.runtime.worker", "rank")):
+    for word, kind in (
+        ("forebay.runtime.planner_process", "planner"),
+        ("forebay.runtime.worker", "rank"),
+    ):
         if word in words:
             return kind
     return "store"

@@ -90,7 +90,12 @@ class _Samples:
 
 
 def run(
-    model: str, settings: Settings, peer: Peer | None, rounds: int, say: Callable[[str], None], only: Collection[str] = ()
+    model: str,
+    settings: Settings,
+    peer: Peer | None,
+    rounds: int,
+    say: Callable[[str], None],
+    only: Collection[str] = (),
 ) -> dict[str, Any]:
     """The result document of INTERFACES. ``only``: names of cases (``cold_ttft/4096x1``); empty = all.
 
@@ -98,7 +103,14 @@ def run(
     """
     resolved = resolve_model(model)
     config = load_config(resolved.path)
-    cases = _chosen([case for case in _cases(config.vocab_size) if case.tokens + MIXED_OUT < _context(config, settings, peer)], only)
+    cases = _chosen(
+        [
+            case
+            for case in _cases(config.vocab_size)
+            if case.tokens + MIXED_OUT < _context(config, settings, peer)
+        ],
+        only,
+    )
     samples = {case.name: _Samples() for case in cases}
     with _engine_of(peer, model, settings) as other, LLM.from_settings(model, settings) as llm:
         ours = _Forebay(llm)
@@ -106,11 +118,23 @@ def run(
         for number in range(rounds):
             for case in cases:
                 say(f"round {number + 1} of {rounds}: {case.name}")
-                _take(case, number, ours, None if peer and case.peer_case and not peer.keeps_pages else other, samples[case.name])
+                _take(
+                    case,
+                    number,
+                    ours,
+                    None if peer and case.peer_case and not peer.keeps_pages else other,
+                    samples[case.name],
+                )
         memory = _memory(llm, resolved, config, settings)
     rows = [_row(case, samples) for case in cases]
     threads = _threads(settings)
-    about = {"model": resolved.name, "pp": settings.pp, "tp": settings.tp, "threads": threads, "rounds": rounds}
+    about = {
+        "model": resolved.name,
+        "pp": settings.pp,
+        "tp": settings.tp,
+        "threads": threads,
+        "rounds": rounds,
+    }
     about |= {"peer": None if peer is None else peer.name, "dtype": _dtype(config, settings)}
     return {"config": about, "floors": _floors(threads), "rows": rows, "memory": memory}
 
@@ -124,13 +148,17 @@ def _take(case: Case, number: int, ours: Engine, other: Engine | None, into: _Sa
 
 def _chosen(cases: Sequence[Case], only: Collection[str]) -> list[Case]:
     if unknown := set(only) - {case.name for case in cases}:
-        raise BenchError(f"there is no figure {sorted(unknown)[0]!r} here; allowed: {', '.join(case.name for case in cases)}")
+        raise BenchError(
+            f"there is no figure {sorted(unknown)[0]!r} here; allowed: {', '.join(case.name for case in cases)}"
+        )
     return [case for case in cases if not only or case.name in only]
 
 
 def _context(config: ModelConfig, settings: Settings, peer: Peer | None) -> int:
     """Tokens that both engines take."""
-    limits = [settings.max_context] + ([peer.settings.max_context] if peer is not None and peer.settings is not None else [])
+    limits = [settings.max_context] + (
+        [peer.settings.max_context] if peer is not None and peer.settings is not None else []
+    )
     return min([config.max_context, *(limit for limit in limits if limit is not None)])
 
 
@@ -138,11 +166,19 @@ def _threads(settings: Settings) -> int:
     return settings.pp * settings.tp * threads_per_rank(settings)
 
 
-def _memory(llm: LLM, model: ResolvedModel, config: ModelConfig, settings: Settings) -> list[dict[str, Any]]:
+def _memory(
+    llm: LLM, model: ResolvedModel, config: ModelConfig, settings: Settings
+) -> list[dict[str, Any]]:
     """After all that was asked; of ranks on GPUs there is nothing to say here."""
     if settings.device is not Device.CPU:
         return []
-    return memory_rows(llm.planner_pid, llm.snapshot, model.path, getattr(torch, _dtype(config, settings)), settings)
+    return memory_rows(
+        llm.planner_pid,
+        llm.snapshot,
+        model.path,
+        getattr(torch, _dtype(config, settings)),
+        settings,
+    )
 
 
 def _dtype(config: ModelConfig, settings: Settings) -> str:
@@ -155,7 +191,9 @@ def _cases(vocab_size: int) -> list[Case]:
         return [[dice.randrange(first, vocab_size) for _ in range(tokens)] for _ in range(count)]
 
     def cold(tokens: int) -> Callable[[Engine, random.Random], float]:
-        return lambda engine, dice: 1000 * _seconds(lambda prompts: engine.generate(prompts, 1), fresh(dice, 1, tokens))
+        return lambda engine, dice: (
+            1000 * _seconds(lambda prompts: engine.generate(prompts, 1), fresh(dice, 1, tokens))
+        )
 
     def hit(engine: Engine, dice: random.Random) -> float:
         prompts = fresh(dice, 1, HIT_TOKENS)
@@ -174,14 +212,29 @@ def _cases(vocab_size: int) -> list[Case]:
 
     def throughput(batch: int, tokens: int, out: int) -> Callable[[Engine, random.Random], float]:
         counted = batch * (tokens if out == 1 else out)
-        return lambda engine, dice: counted / _seconds(lambda prompts: engine.generate(prompts, out), fresh(dice, batch, tokens))
+        return lambda engine, dice: (
+            counted
+            / _seconds(lambda prompts: engine.generate(prompts, out), fresh(dice, batch, tokens))
+        )
 
     return [
         *(Case("cold_ttft", tokens, 1, "ms", cold(tokens)) for tokens in COLD_TOKENS),
         Case("hit_ttft", HIT_TOKENS, 1, "ms", hit, peer_case=f"cold_ttft/{HIT_TOKENS}x1"),
         *(Case("decode", DECODE_CONTEXT, batch, "ms", decode(batch)) for batch in DECODE_BATCHES),
-        Case("throughput", PREFILL_TOKENS, PREFILL_BATCH, "tok/s", throughput(PREFILL_BATCH, PREFILL_TOKENS, 1)),
-        Case("throughput", MIXED_TOKENS, MIXED_BATCH, "tok/s", throughput(MIXED_BATCH, MIXED_TOKENS, MIXED_OUT)),
+        Case(
+            "throughput",
+            PREFILL_TOKENS,
+            PREFILL_BATCH,
+            "tok/s",
+            throughput(PREFILL_BATCH, PREFILL_TOKENS, 1),
+        ),
+        Case(
+            "throughput",
+            MIXED_TOKENS,
+            MIXED_BATCH,
+            "tok/s",
+            throughput(MIXED_BATCH, MIXED_TOKENS, MIXED_OUT),
+        ),
     ]
 
 
@@ -192,7 +245,14 @@ def _row(case: Case, samples: dict[str, _Samples]) -> dict[str, Any]:
         others = samples[case.peer_case].peer
     peer = statistics.median(others) if others else None
     ratio = own / peer if peer else None
-    row = {"what": case.what, "tokens": case.tokens, "batch": case.batch, "forebay": own, "peer": peer, "ratio": ratio}
+    row = {
+        "what": case.what,
+        "tokens": case.tokens,
+        "batch": case.batch,
+        "forebay": own,
+        "peer": peer,
+        "ratio": ratio,
+    }
     return {**row, "unit": case.unit, "samples": asdict(samples[case.name])}
 
 
@@ -209,7 +269,11 @@ class _Forebay:
     def generate(self, prompts: Prompts, tokens: int) -> None:
         params = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True)
         outputs = self._llm.generate(prompts, params)
-        short = [len(output.outputs[0].token_ids) for output in outputs if len(output.outputs[0].token_ids) != tokens]
+        short = [
+            len(output.outputs[0].token_ids)
+            for output in outputs
+            if len(output.outputs[0].token_ids) != tokens
+        ]
         if short:
             raise BenchError(f"asked for {tokens} tokens and got {short[0]}")
 
@@ -221,10 +285,14 @@ class _Transformers:
         try:
             from transformers import AutoModelForCausalLM
         except ImportError as error:
-            raise BenchError("--peer transformers: not installed; pip install 'forebay[dev]'") from error
+            raise BenchError(
+                "--peer transformers: not installed; pip install 'forebay[dev]'"
+            ) from error
         torch.set_num_threads(threads)
         loader: Any = AutoModelForCausalLM  # the library is not typed here
-        self._model = loader.from_pretrained(model.path, dtype=dtype, attn_implementation="sdpa").eval()
+        self._model = loader.from_pretrained(
+            model.path, dtype=dtype, attn_implementation="sdpa"
+        ).eval()
 
     @torch.inference_mode()
     def generate(self, prompts: Prompts, tokens: int) -> None:
@@ -246,9 +314,15 @@ def _engine_of(peer: Peer | None, model: str, settings: Settings) -> Iterator[En
             yield _Forebay(llm)
     elif peer.name == "transformers":
         resolved = resolve_model(model)
-        yield _Transformers(resolved, getattr(torch, _dtype(load_config(resolved.path), settings)), _threads(settings))
+        yield _Transformers(
+            resolved,
+            getattr(torch, _dtype(load_config(resolved.path), settings)),
+            _threads(settings),
+        )
     else:
-        raise BenchError(f"--peer is {peer.name!r}; allowed: transformers, or forebay:NAME=VALUE,... with settings of a second engine")
+        raise BenchError(
+            f"--peer is {peer.name!r}; allowed: transformers, or forebay:NAME=VALUE,... with settings of a second engine"
+        )
 
 
 def _warm_up(ours: Engine, other: Engine | None, vocab_size: int) -> None:
@@ -262,10 +336,16 @@ def _floors(threads: int) -> dict[str, float]:
     """What the machine gives at best: bfloat16 matrix products and copies, with as many threads."""
     torch.set_num_threads(threads)
     square = torch.randn(MATMUL_SIZE, MATMUL_SIZE, dtype=torch.bfloat16)
-    source, target = torch.ones(COPY_BYTES, dtype=torch.uint8), torch.zeros(COPY_BYTES, dtype=torch.uint8)
+    source, target = (
+        torch.ones(COPY_BYTES, dtype=torch.uint8),
+        torch.zeros(COPY_BYTES, dtype=torch.uint8),
+    )
     product = min(_times(lambda: torch.mm(square, square)))
     copy = min(_times(lambda: target.copy_(source)))
-    return {"matmul_gflops": 2 * MATMUL_SIZE**3 / product / 1e9, "memcpy_gib_s": COPY_BYTES / copy / 2**30}
+    return {
+        "matmul_gflops": 2 * MATMUL_SIZE**3 / product / 1e9,
+        "memcpy_gib_s": COPY_BYTES / copy / 2**30,
+    }
 
 
 def _times(work: Callable[[], object], count: int = 5) -> Sequence[float]:

@@ -31,16 +31,24 @@ OPENINGS = (
 CHUNK = 64
 
 
-def run(model: str, dtype: str, tokens: int, page_size: int, say: Callable[[str], None]) -> dict[str, Any]:
+def run(
+    model: str, dtype: str, tokens: int, page_size: int, say: Callable[[str], None]
+) -> dict[str, Any]:
     """``tokens``: of each text, its opening included. ``dtype``: of the computation, or ``auto``. Raises ``ModelError``."""
     resolved = resolve_model(model)
     config = load_config(resolved.path)
     compute = getattr(torch, config.dtype if dtype == "auto" else dtype)
     tokens = min(tokens, config.max_context)
-    stage = load_stage(resolved.path, config, whole(config), compute, kv_formats=KV_FORMATS.values())
+    stage = load_stage(
+        resolved.path, config, whole(config), compute, kv_formats=KV_FORMATS.values()
+    )
     tokenizer = Tokenizer(resolved.path)
     plain = _Reader(stage, page_size, tokens, kv_format("auto", compute))
-    readers = [_Reader(stage, page_size, tokens, form) for form in KV_FORMATS.values() if form != plain.form]
+    readers = [
+        _Reader(stage, page_size, tokens, form)
+        for form in KV_FORMATS.values()
+        if form != plain.form
+    ]
     sums = {reader.form.name: [0.0, 0.0] for reader in readers}
     positions = 0
     for number, opening in enumerate(OPENINGS):
@@ -52,9 +60,20 @@ def run(model: str, dtype: str, tokens: int, page_size: int, say: Callable[[str]
             got = reader.read(text)
             sums[reader.form.name][0] += float((expected.exp() * (expected - got)).sum())
             sums[reader.form.name][1] += int((expected.argmax(-1) == got.argmax(-1)).sum())
-    rows = [{"kv_dtype": name, "mean_kl": kl / positions, "greedy_agreement": same / positions} for name, (kl, same) in sums.items()]
-    sizes = {form.name: page_block(config, whole(config), page_size, form).size / page_size for form in KV_FORMATS.values()}
-    about = {"model": resolved.name, "dtype": str(compute).removeprefix("torch."), "texts": len(OPENINGS), "tokens": tokens}
+    rows = [
+        {"kv_dtype": name, "mean_kl": kl / positions, "greedy_agreement": same / positions}
+        for name, (kl, same) in sums.items()
+    ]
+    sizes = {
+        form.name: page_block(config, whole(config), page_size, form).size / page_size
+        for form in KV_FORMATS.values()
+    }
+    about = {
+        "model": resolved.name,
+        "dtype": str(compute).removeprefix("torch."),
+        "texts": len(OPENINGS),
+        "tokens": tokens,
+    }
     return {"config": {**about, "page_size": page_size, "bytes_per_token": sizes}, "rows": rows}
 
 
@@ -67,7 +86,15 @@ class _Reader:
         self._page_size = page_size
         self._tokens = tokens
         self._table = list(range(-(-tokens // page_size)))
-        self._pool = KVPool(stage.config, stage.shard, len(self._table), page_size, stage.dtype, torch.device("cpu"), form)
+        self._pool = KVPool(
+            stage.config,
+            stage.shard,
+            len(self._table),
+            page_size,
+            stage.dtype,
+            torch.device("cpu"),
+            form,
+        )
 
     @torch.inference_mode()
     def write(self, text: list[int], seed: int) -> list[int]:
@@ -76,15 +103,23 @@ class _Reader:
         logits = self._pass(text, 0)[-1]
         while len(text) < self._tokens:
             chances = torch.softmax(logits.double(), -1).cumsum(-1)
-            text.append(min(int(torch.searchsorted(chances, uniform(seed, len(text)))), len(logits) - 1))
+            text.append(
+                min(int(torch.searchsorted(chances, uniform(seed, len(text)))), len(logits) - 1)
+            )
             logits = self._pass(text[-1:], len(text) - 1)[-1]
         return text
 
     @torch.inference_mode()
     def read(self, text: list[int]) -> Tensor:
         """Log-probabilities ``(len(text), vocabulary)`` of what comes after each token."""
-        return torch.cat([self._pass(text[at : at + CHUNK], at) for at in range(0, len(text), CHUNK)]).log_softmax(-1)
+        return torch.cat(
+            [self._pass(text[at : at + CHUNK], at) for at in range(0, len(text), CHUNK)]
+        ).log_softmax(-1)
 
     def _pass(self, tokens: list[int], context: int) -> Tensor:
         batch = build_batch([SequenceWork(len(tokens), context, self._table)], self._page_size)
-        return self._stage.forward(torch.tensor(tokens), dataclasses.replace(batch, sample_rows=torch.arange(len(tokens))), self._pool)
+        return self._stage.forward(
+            torch.tensor(tokens),
+            dataclasses.replace(batch, sample_rows=torch.arange(len(tokens))),
+            self._pool,
+        )

@@ -36,12 +36,26 @@ def run(say: Callable[[str], None]) -> dict[str, Any]:
         rows.append({"what": "step", "tokens": context, **_summary(_steps(context))})
     say("match")
     rows.append({"what": "match", "tokens": MATCH_TOKENS, **_summary(_matches())})
-    return {"config": {"decodes": DECODES, "waiting": WAITING, "chunk": CHUNK, "page_size": PAGE, "steps": STEPS}, "rows": rows}
+    return {
+        "config": {
+            "decodes": DECODES,
+            "waiting": WAITING,
+            "chunk": CHUNK,
+            "page_size": PAGE,
+            "steps": STEPS,
+        },
+        "rows": rows,
+    }
 
 
 def _summary(samples_ms: list[float]) -> dict[str, Any]:
     cuts = statistics.quantiles(samples_ms, n=100)
-    return {"p50": statistics.median(samples_ms), "p99": cuts[98], "unit": "ms of thread CPU", "samples": len(samples_ms)}
+    return {
+        "p50": statistics.median(samples_ms),
+        "p99": cuts[98],
+        "unit": "ms of thread CPU",
+        "samples": len(samples_ms),
+    }
 
 
 class _Rank:
@@ -56,7 +70,10 @@ class _Rank:
 
     def submit(self, name: str, tokens: int, dice: random.Random, max_tokens: int) -> None:
         prompt = pack_tokens(dice.randrange(VOCABULARY) for _ in range(tokens))
-        built = self.planner.step(0.0, [Submit(name, prompt, SamplingParams(max_tokens=max_tokens, seed=0, ignore_eos=True))]).plan
+        built = self.planner.step(
+            0.0,
+            [Submit(name, prompt, SamplingParams(max_tokens=max_tokens, seed=0, ignore_eos=True))],
+        ).plan
         self.plan = built or self.plan
 
     def turn(self) -> float:
@@ -93,7 +110,9 @@ def _steps(context: int) -> list[float]:
     for number in range(WAITING):
         rank.submit(f"waiting-{number}", 64 + number, dice, 1)
     spent = [rank.turn() for _ in range(steps)][WARM_STEPS:]
-    assert rank.plan is not None and len(rank.plan.pieces) == DECODES + 1, "not what was to be measured"
+    assert rank.plan is not None and len(rank.plan.pieces) == DECODES + 1, (
+        "not what was to be measured"
+    )
     return spent
 
 

@@ -77,7 +77,11 @@ class _Figures:
     def milliseconds(self) -> dict[str, float]:
         ordered = sorted(self.ttft_s)
         p99 = ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))]
-        return {"p50": statistics.median(ordered) * 1e3, "mean": statistics.fmean(ordered) * 1e3, "p99": p99 * 1e3}
+        return {
+            "p50": statistics.median(ordered) * 1e3,
+            "mean": statistics.fmean(ordered) * 1e3,
+            "p99": p99 * 1e3,
+        }
 
     @property
     def dram_pct(self) -> float:
@@ -103,12 +107,17 @@ class _Arm:
         return counters.get("got_memory_bytes", 0), counters.get("got_ssd_bytes", 0)
 
 
-def run(config: PrefetchTtftBench, say: Callable[[str], None] = lambda line: None) -> list[dict[str, Any]]:
+def run(
+    config: PrefetchTtftBench, say: Callable[[str], None] = lambda line: None
+) -> list[dict[str, Any]]:
     """One row per route and concurrency. Raises ``TtftError``, ``BenchError``, and what reading a model raises."""
     model = load_config(resolve_model(config.model).path)
     prompts = _Prompts(config, model)
     tight, roomy = _tight(config, prompts, model, say), _roomy(config, prompts, model, say)
-    return [_row(cell, tight[cell], roomy[cell]) for cell in itertools.product(config.routes, config.concurrencies)]
+    return [
+        _row(cell, tight[cell], roomy[cell])
+        for cell in itertools.product(config.routes, config.concurrencies)
+    ]
 
 
 def _row(cell: _Cell, tight: list[_Figures], roomy: list[_Figures]) -> dict[str, Any]:
@@ -145,14 +154,18 @@ class _Prompts:
 
     def ask(self, index: int, number: int, use: str) -> Ask:
         """Prefix ``number`` with a tail that nobody has seen."""
-        return Ask(index, self.prefix(number) + self._draw(f"tail/{number}/{use}", self._config.tail), True)
+        return Ask(
+            index, self.prefix(number) + self._draw(f"tail/{number}/{use}", self._config.tail), True
+        )
 
     def _draw(self, what: str, tokens: int) -> list[int]:
         dice = random.Random(f"{self._config.seed}/{what}")
         return [dice.randrange(self._first, self._vocab) for _ in range(tokens)]
 
 
-def _tight(config: PrefetchTtftBench, prompts: _Prompts, model: ModelConfig, say: Callable[[str], None]) -> dict[_Cell, list[_Figures]]:
+def _tight(
+    config: PrefetchTtftBench, prompts: _Prompts, model: ModelConfig, say: Callable[[str], None]
+) -> dict[_Cell, list[_Figures]]:
     """[off, on] by route and concurrency, every prefix from SSD and used once."""
     half = config.requests // 2
     of_a_route = sum(len(TURNS) // 2 * (half + concurrency) for concurrency in config.concurrencies)
@@ -165,15 +178,21 @@ def _tight(config: PrefetchTtftBench, prompts: _Prompts, model: ModelConfig, say
         for number, route in enumerate(config.routes):
             with _arms(config, model, route, stores) as arms:
                 keys = keys or _fill(prompts, arms, count, say)
-                _check_cold(arms, [key for some in keys[number * of_a_route : cold] for key in some])
+                _check_cold(
+                    arms, [key for some in keys[number * of_a_route : cold] for key in some]
+                )
                 for concurrency in config.concurrencies:
                     say(f"measuring {route.value} at concurrency {concurrency}")
                     turns = [[next(unused) for _ in range(half + concurrency)] for _ in range(2)]
-                    found[route, concurrency] = _cell(config, prompts, arms, (number, concurrency), turns)
+                    found[route, concurrency] = _cell(
+                        config, prompts, arms, (number, concurrency), turns
+                    )
     return found
 
 
-def _roomy(config: PrefetchTtftBench, prompts: _Prompts, model: ModelConfig, say: Callable[[str], None]) -> dict[_Cell, list[_Figures]]:
+def _roomy(
+    config: PrefetchTtftBench, prompts: _Prompts, model: ModelConfig, say: Callable[[str], None]
+) -> dict[_Cell, list[_Figures]]:
     """The same with DRAM for everything, so that prefixes may be used again."""
     half = config.requests // 2
     count = half + max(config.concurrencies)
@@ -185,13 +204,25 @@ def _roomy(config: PrefetchTtftBench, prompts: _Prompts, model: ModelConfig, say
                 if number == 0:
                     _fill(prompts, arms, count, say)
                 for concurrency in config.concurrencies:
-                    say(f"measuring {route.value} with DRAM for everything at concurrency {concurrency}")
-                    found[route, concurrency] = _cell(config, prompts, arms, (number, concurrency), [range(half + concurrency)] * 2)
+                    say(
+                        f"measuring {route.value} with DRAM for everything at concurrency {concurrency}"
+                    )
+                    found[route, concurrency] = _cell(
+                        config,
+                        prompts,
+                        arms,
+                        (number, concurrency),
+                        [range(half + concurrency)] * 2,
+                    )
     return found
 
 
 def _cell(
-    config: PrefetchTtftBench, prompts: _Prompts, arms: Sequence[_Arm], cell: tuple[int, int], turns: Sequence[Sequence[int]]
+    config: PrefetchTtftBench,
+    prompts: _Prompts,
+    arms: Sequence[_Arm],
+    cell: tuple[int, int],
+    turns: Sequence[Sequence[int]],
 ) -> list[_Figures]:
     """[off, on]. ``cell``: number of the route, and concurrency. ``turns``: the prefixes of each arm's first and second turn."""
     route, concurrency = cell
@@ -200,12 +231,17 @@ def _cell(
     for hint in TURNS:
         turn = taken[hint]
         taken[hint] += 1
-        asks = [prompts.ask(index, number, f"{route}/{concurrency}/{turn}") for index, number in enumerate(turns[turn])]
+        asks = [
+            prompts.ask(index, number, f"{route}/{concurrency}/{turn}")
+            for index, number in enumerate(turns[turn])
+        ]
         _ask(config, arms[hint], asks, concurrency, figures[hint])
     return figures
 
 
-def _ask(config: PrefetchTtftBench, arm: _Arm, asks: Sequence[Ask], concurrency: int, figures: _Figures) -> None:
+def _ask(
+    config: PrefetchTtftBench, arm: _Arm, asks: Sequence[Ask], concurrency: int, figures: _Figures
+) -> None:
     before = arm.got()
     answers: list[Answer] = arm.server.client.closed_load(asks, concurrency, SALT)
     memory, ssd = (now - then for now, then in zip(arm.got(), before, strict=True))
@@ -225,7 +261,9 @@ def _forget(arm: _Arm) -> None:
     arm.server.flush(("device", "host"))
 
 
-def _fill(prompts: _Prompts, arms: Sequence[_Arm], count: int, say: Callable[[str], None]) -> list[list[bytes]]:
+def _fill(
+    prompts: _Prompts, arms: Sequence[_Arm], count: int, say: Callable[[str], None]
+) -> list[list[bytes]]:
     """One server computes, both stores get the bytes in the same order, and log them. The keys of each prompt."""
     first, second = arms
     known: set[bytes] = set()
@@ -235,13 +273,20 @@ def _fill(prompts: _Prompts, arms: Sequence[_Arm], count: int, say: Callable[[st
             say(f"filling: {number} of {count} prompts")
         first.server.client.closed_load([Ask(0, prompts.prefix(number), False)], 1, SALT)
         _forget(first)
-        new = [(key, size) for key, size in first.store.list() if key not in known and not key.startswith(NOT_PAGES)]
+        new = [
+            (key, size)
+            for key, size in first.store.list()
+            if key not in known and not key.startswith(NOT_PAGES)
+        ]
         keys.append([key for key, _ in new])
         known.update(keys[-1])
         for start in range(0, len(new), COPY_BATCH):
             _copy(first.store, second.store, new[start : start + COPY_BATCH])
     for arm in arms:
-        wait_until(lambda store=arm.store: all(Tier.SSD in tiers for tiers in store.tiers([*known])), "all pages are logged")  # type: ignore[misc]
+        wait_until(
+            lambda store=arm.store: all(Tier.SSD in tiers for tiers in store.tiers([*known])),
+            "all pages are logged",
+        )  # type: ignore[misc]
     return keys
 
 
@@ -256,7 +301,9 @@ def _copy(source: StoreClient, target: StoreClient, objects: Sequence[tuple[byte
     keys, buffers = [key for key, _ in objects], [bytearray(size) for _, size in objects]
     statuses = source.get_into(keys, buffers) + target.put_from(keys, buffers)
     if set(statuses) - {Status.OK, Status.EXISTS}:
-        raise TtftError(f"the stores could not be filled alike: {sorted({status.name for status in statuses})}")
+        raise TtftError(
+            f"the stores could not be filled alike: {sorted({status.name for status in statuses})}"
+        )
 
 
 @contextlib.contextmanager
@@ -266,26 +313,56 @@ def _stores(config: PrefetchTtftBench, dram: int, data: int, name: str) -> Itera
         stores = []
         for hint in (False, True):
             log = config.directory / f"{name}-{'on' if hint else 'off'}"
-            sizes = ("--dram", str(dram), "--ssd", str(log), "--ssd-size", str(4 * data), "--fsync", "never")
-            flags = ("--high-watermark", "1", "--low-watermark", "0.97", "--lease-s", "0.5", *(["--ssd-prefetch"] if hint else []))
+            sizes = (
+                "--dram",
+                str(dram),
+                "--ssd",
+                str(log),
+                "--ssd-size",
+                str(4 * data),
+                "--fsync",
+                "never",
+            )
+            flags = (
+                "--high-watermark",
+                "1",
+                "--low-watermark",
+                "0.97",
+                "--lease-s",
+                "0.5",
+                *(["--ssd-prefetch"] if hint else []),
+            )
             url = stack.enter_context(store_process(*sizes, *flags))
-            stores.append(_Store(url, stack.enter_context(StoreClient.connect(url, timeout_s=60.0)), log))
+            stores.append(
+                _Store(url, stack.enter_context(StoreClient.connect(url, timeout_s=60.0)), log)
+            )
         yield stores
 
 
 @contextlib.contextmanager
-def _arms(config: PrefetchTtftBench, model: ModelConfig, route: FetchRoute, stores: Sequence[_Store]) -> Iterator[list[_Arm]]:
+def _arms(
+    config: PrefetchTtftBench, model: ModelConfig, route: FetchRoute, stores: Sequence[_Store]
+) -> Iterator[list[_Arm]]:
     """A server of this route on each store."""
     with contextlib.ExitStack() as stack:
         arms = []
         for store in stores:
-            server = stack.enter_context(running(config.model, _settings(config, model, route, store.url)))
+            server = stack.enter_context(
+                running(config.model, _settings(config, model, route, store.url))
+            )
             client = Client(server.url, MODEL_NAME, 1)
-            arms.append(_Arm(ArmServer(Arm(route), client, store.log / f"timeline-{route.value}"), store.client))
+            arms.append(
+                _Arm(
+                    ArmServer(Arm(route), client, store.log / f"timeline-{route.value}"),
+                    store.client,
+                )
+            )
         yield arms
 
 
-def _settings(config: PrefetchTtftBench, model: ModelConfig, route: FetchRoute, url: str) -> Settings:
+def _settings(
+    config: PrefetchTtftBench, model: ModelConfig, route: FetchRoute, url: str
+) -> Settings:
     pages = -(-(config.prefix + config.tail) // config.page) + 2
     memory = 2 * pages * max(config.concurrencies) * _page_bytes(config, model)
     return resolve(
@@ -309,4 +386,6 @@ def _settings(config: PrefetchTtftBench, model: ModelConfig, route: FetchRoute, 
 def _page_bytes(config: PrefetchTtftBench, model: ModelConfig) -> int:
     dtype = model.dtype
     ((shard,),) = shards(model, 1, 1)
-    return page_block(model, shard, config.page, kv_format(DType.AUTO.value, getattr(torch, dtype))).size
+    return page_block(
+        model, shard, config.page, kv_format(DType.AUTO.value, getattr(torch, dtype))
+    ).size

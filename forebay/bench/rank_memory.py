@@ -24,7 +24,9 @@ OVER_BYTES_MAX = 450_000_000
 _WORKER = "forebay.runtime.worker"
 
 
-def memory_rows(planner_pid: int, snapshot: Snapshot, model: Path, dtype: torch.dtype, settings: Settings) -> list[dict[str, Any]]:
+def memory_rows(
+    planner_pid: int, snapshot: Snapshot, model: Path, dtype: torch.dtype, settings: Settings
+) -> list[dict[str, Any]]:
     """One row for each rank, in bytes. ``settings``: of an engine on CPUs, whose planner said ``snapshot``."""
     config = load_config(model)
     kept = kv_format(settings.kv_dtype.value, dtype)
@@ -36,11 +38,22 @@ def memory_rows(planner_pid: int, snapshot: Snapshot, model: Path, dtype: torch.
         weights = shard_parameters(config, shard) * dtype.itemsize
         pools = pages * page_block(config, shard, settings.page_size, kept).size
         over = rss - weights - pools
-        rows.append({"rank": rank, "rss": rss, "weights": weights, "pools": pools, "over": over, "over_max": OVER_BYTES_MAX})
+        rows.append(
+            {
+                "rank": rank,
+                "rss": rss,
+                "weights": weights,
+                "pools": pools,
+                "over": over,
+                "over_max": OVER_BYTES_MAX,
+            }
+        )
     return rows
 
 
 def _ranks(planner_pid: int) -> list[psutil.Process]:
     """In the order of their numbers, which is that of their starts."""
-    children = sorted(psutil.Process(planner_pid).children(), key=lambda process: process.create_time())
+    children = sorted(
+        psutil.Process(planner_pid).children(), key=lambda process: process.create_time()
+    )
     return [child for child in children if _WORKER in child.cmdline()]

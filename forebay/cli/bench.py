@@ -21,7 +21,13 @@ ANOTHER_FOREBAY = "forebay:"
 
 
 def run_bench_engine(
-    model: str, flags: Mapping[str, Any], config: Path | None, peer: str | None, only: str, rounds: int, as_json: bool
+    model: str,
+    flags: Mapping[str, Any],
+    config: Path | None,
+    peer: str | None,
+    only: str,
+    rounds: int,
+    as_json: bool,
 ) -> None:
     """Raises ``SettingsError`` and ``UserError``."""
     given = {"store": "none"} | {
@@ -35,30 +41,50 @@ def run_bench_engine(
             print(f"\r{line:<60}", end="", file=sys.stderr, flush=True)
 
     try:
-        result = run(model, settings, other, rounds, say, [name for name in only.split(",") if name])
+        result = run(
+            model, settings, other, rounds, say, [name for name in only.split(",") if name]
+        )
     except (BenchError, EngineDown, ModelError, StartError) as error:
         raise UserError(str(error)) from error
     if as_json:
         print(json.dumps(result))
         return
     about, floors = result["config"], result["floors"]
-    title = (
-        f"{about['model']}, {about['dtype']}, pp={about['pp']} tp={about['tp']}, {about['threads']} threads, {about['rounds']} rounds"
-    )
+    title = f"{about['model']}, {about['dtype']}, pp={about['pp']} tp={about['tp']}, {about['threads']} threads, {about['rounds']} rounds"
     table = Table(title=title)
-    for heading in ("what", "tokens", "batch", "forebay", about["peer"] or "no peer", "ratio", "unit"):
+    for heading in (
+        "what",
+        "tokens",
+        "batch",
+        "forebay",
+        about["peer"] or "no peer",
+        "ratio",
+        "unit",
+    ):
         table.add_column(heading, justify="left" if heading in ("what", "unit") else "right")
     for row in result["rows"]:
         peer_text = "" if row["peer"] is None else f"{row['peer']:.1f}"
         ratio = "" if row["ratio"] is None else f"{row['ratio']:.3f}"
-        table.add_row(row["what"], str(row["tokens"]), str(row["batch"]), f"{row['forebay']:.1f}", peer_text, ratio, row["unit"])
+        table.add_row(
+            row["what"],
+            str(row["tokens"]),
+            str(row["batch"]),
+            f"{row['forebay']:.1f}",
+            peer_text,
+            ratio,
+            row["unit"],
+        )
     console = Console()
     console.print(table)
     for row in result["memory"]:
-        rss, weights, pools, over, most = (row[what] / 1e6 for what in ("rss", "weights", "pools", "over", "over_max"))
+        rss, weights, pools, over, most = (
+            row[what] / 1e6 for what in ("rss", "weights", "pools", "over", "over_max")
+        )
         parts = f"{weights:.0f} MB weights, {pools:.0f} MB pages in use, {over:.0f} MB beside them"
         console.print(f"rank {row['rank']}: {rss:.0f} MB resident: {parts} ({most:.0f} allowed)")
-    console.print(f"floors: {floors['matmul_gflops']:.0f} GFLOP/s in bfloat16, {floors['memcpy_gib_s']:.1f} GiB/s of copies")
+    console.print(
+        f"floors: {floors['matmul_gflops']:.0f} GFLOP/s in bfloat16, {floors['memcpy_gib_s']:.1f} GiB/s of copies"
+    )
 
 
 def _peer(text: str, given: Mapping[str, Any], config: Path | None) -> Peer:

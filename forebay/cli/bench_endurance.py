@@ -23,14 +23,27 @@ _STORE = "embedded:{directory}?dram=32MiB&ssd=192MiB"
 
 
 def run_bench_endurance(
-    model: str, flags: Mapping[str, Any], config: Path | None, load_minutes: float, idle_minutes: float, as_json: bool
+    model: str,
+    flags: Mapping[str, Any],
+    config: Path | None,
+    load_minutes: float,
+    idle_minutes: float,
+    as_json: bool,
 ) -> None:
     """Where no store is named, it is a small one of its own. Raises ``SettingsError`` and ``UserError``, and ``typer.Exit`` (1) if
     something was not flat."""
-    settings = resolve(refuse_later(flags), config)  # what is wrong with them is said here, and not by the server
+    settings = resolve(
+        refuse_later(flags), config
+    )  # what is wrong with them is said here, and not by the server
     if own := [name for name in _OWN if name in flags]:
-        raise UserError(f"--{own[0].replace('_', '-')} is not for this bench, which starts a server for itself; leave it out")
-    arguments = [word for name, value in flags.items() for word in ("--" + name.replace("_", "-"), str(value))]
+        raise UserError(
+            f"--{own[0].replace('_', '-')} is not for this bench, which starts a server for itself; leave it out"
+        )
+    arguments = [
+        word
+        for name, value in flags.items()
+        for word in ("--" + name.replace("_", "-"), str(value))
+    ]
     if config is not None:
         arguments += ["--config", str(config)]
 
@@ -57,13 +70,32 @@ def run_bench_endurance(
 def _show(result: dict[str, Any]) -> None:
     console = Console()
     for phase in result["phases"]:
-        table = Table(title=f"{phase['phase']}, {phase['minutes']} minutes, {sum(phase['requests'].values())} requests")
-        for heading in ("process", "resident MiB: first", "last", "max", "growth", "descriptors", "threads", "CPU s"):
+        table = Table(
+            title=f"{phase['phase']}, {phase['minutes']} minutes, {sum(phase['requests'].values())} requests"
+        )
+        for heading in (
+            "process",
+            "resident MiB: first",
+            "last",
+            "max",
+            "growth",
+            "descriptors",
+            "threads",
+            "CPU s",
+        ):
             table.add_column(heading, justify="left" if heading == "process" else "right")
         for process in phase["processes"]:
             rss, name = process["rss_mib"], process["name"]
-            pairs = [f"{process[what]['first']} -> {process[what]['last']}" for what in ("fds", "threads")]
-            sizes = [f"{rss['first']:.1f}", f"{rss['last']:.1f}", f"{rss['max']:.1f}", f"{process['growth_mib']:+.2f}"]
+            pairs = [
+                f"{process[what]['first']} -> {process[what]['last']}"
+                for what in ("fds", "threads")
+            ]
+            sizes = [
+                f"{rss['first']:.1f}",
+                f"{rss['last']:.1f}",
+                f"{rss['max']:.1f}",
+                f"{process['growth_mib']:+.2f}",
+            ]
             table.add_row(name, *sizes, *pairs, f"{phase['cpu_s'][name]:.1f}")
         console.print(table)
     for problem in result["problems"]:

@@ -19,7 +19,10 @@ def run_bench_kv(model: str, dtype: str, tokens: int, page_size: int, as_json: b
     """Raises ``UserError``."""
     if dtype not in tuple(DType):
         raise UserError(f"--dtype is {dtype!r}; allowed: {', '.join(DType)}")
-    for name, value, low, high in (("tokens", tokens, 32, TOKENS_MAX), ("page-size", page_size, 1, PAGE_MAX)):
+    for name, value, low, high in (
+        ("tokens", tokens, 32, TOKENS_MAX),
+        ("page-size", page_size, 1, PAGE_MAX),
+    ):
         if not low <= value <= high:
             raise UserError(f"--{name} is {value}; allowed: {low} to {high}")
 
@@ -41,5 +44,7 @@ def run_bench_kv(model: str, dtype: str, tokens: int, page_size: int, as_json: b
         table.add_column(heading, justify="left" if heading == "KV" else "right")
     for row in result["rows"]:
         size = f"{about['bytes_per_token'][row['kv_dtype']]:.0f}"
-        table.add_row(row["kv_dtype"], size, f"{row['mean_kl']:.2e}", f"{100 * row['greedy_agreement']:.2f} %")
+        table.add_row(
+            row["kv_dtype"], size, f"{row['mean_kl']:.2e}", f"{100 * row['greedy_agreement']:.2f} %"
+        )
     Console().print(table)

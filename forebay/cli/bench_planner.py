@@ -24,5 +24,7 @@ def run_bench_planner(as_json: bool) -> None:
     for heading in ("what", "tokens", "p50", "p99", "unit"):
         table.add_column(heading, justify="left" if heading in ("what", "unit") else "right")
     for row in result["rows"]:
-        table.add_row(row["what"], str(row["tokens"]), f"{row['p50']:.3f}", f"{row['p99']:.3f}", row["unit"])
+        table.add_row(
+            row["what"], str(row["tokens"]), f"{row['p50']:.3f}", f"{row['p99']:.3f}", row["unit"]
+        )
     Console().print(table)

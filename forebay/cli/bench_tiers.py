@@ -24,15 +24,27 @@ WIDTH = 130
 
 
 def run_bench_tiers(
-    model: str, flags: Mapping[str, Any], config: Path | None, parts: str, tokens: int, rounds: int, as_json: bool
+    model: str,
+    flags: Mapping[str, Any],
+    config: Path | None,
+    parts: str,
+    tokens: int,
+    rounds: int,
+    as_json: bool,
 ) -> None:
     """Raises ``SettingsError`` and ``UserError``."""
     chosen = [part.strip() for part in parts.split(",")]
     if unknown := [part for part in chosen if part not in PARTS]:
         raise UserError(f"--parts names {unknown[0]!r}; allowed: {', '.join(PARTS)}")
     if own := [name for name in _OWN if flags.get(name) is not None]:
-        raise UserError(f"--{own[0].replace('_', '-')} is not for this bench, which starts servers for itself; leave it out")
-    defaults = {} if config is not None else {f"{ENVIRONMENT_PREFIX}{name.upper()}": value for name, value in _DEFAULTS.items()}
+        raise UserError(
+            f"--{own[0].replace('_', '-')} is not for this bench, which starts servers for itself; leave it out"
+        )
+    defaults = (
+        {}
+        if config is not None
+        else {f"{ENVIRONMENT_PREFIX}{name.upper()}": value for name, value in _DEFAULTS.items()}
+    )
     settings = resolve(refuse_later(flags), config, environment=defaults | os.environ)
 
     def say(line: str) -> None:
@@ -63,12 +75,22 @@ def _show(result: dict[str, Any], console: Console) -> None:
 
 def _hits(rows: list[dict[str, Any]], tokens: int) -> Table:
     columns = ("p50", "p10", "p90", "over device", "missed")
-    table = _table(f"{tokens} tokens, all cached: time to first token, ms", ("store", "tier"), columns)
+    table = _table(
+        f"{tokens} tokens, all cached: time to first token, ms", ("store", "tier"), columns
+    )
     device = {row["store"]: row["ttft_ms"]["p50"] for row in rows if row["tier"] == "device"}
     for row in rows:
         if "gb_s" in row:
             rate, size = row["gb_s"]["p50"], row["bytes"]
-            table.add_row(row["store"], row["tier"], f"{size / rate / 1e6:.1f}", "", "", f"{size / 1e6:.0f} MB at {rate:.2f} GB/s", "")
+            table.add_row(
+                row["store"],
+                row["tier"],
+                f"{size / rate / 1e6:.1f}",
+                "",
+                "",
+                f"{size / 1e6:.0f} MB at {rate:.2f} GB/s",
+                "",
+            )
             continue
         times = row["ttft_ms"]
         more = times["p50"] - device[row["store"]]
@@ -84,11 +106,18 @@ def _hits(rows: list[dict[str, Any]], tokens: int) -> Table:
 
 def _cost(rows: list[dict[str, Any]]) -> Table:
     title = "CPU time beside the forward passes, % of theirs (1,024 tokens cold, nothing to be hit)"
-    table = _table(title, ("with", "more than"), ("forward, s", "beside", "more", "store's process"))
+    table = _table(
+        title, ("with", "more than"), ("forward, s", "beside", "more", "store's process")
+    )
     for row in rows:
         more = "" if row["more_pct"] is None else f"{row['more_pct']:+.2f}"
         table.add_row(
-            row["arm"], row["than"] or "", f"{row['compute_s']:.1f}", f"{row['beside_pct']:.2f}", more, f"{row['store_pct']:.2f}"
+            row["arm"],
+            row["than"] or "",
+            f"{row['compute_s']:.1f}",
+            f"{row['beside_pct']:.2f}",
+            more,
+            f"{row['store_pct']:.2f}",
         )
     return table
 

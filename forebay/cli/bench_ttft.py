@@ -65,7 +65,12 @@ def run_bench_ttft(asked: Asked, flags: Mapping[str, Any], config: Path | None) 
         _check_writable(path)
     try:
         with _progress(experiment, before) as progress:
-            result = run(experiment, progress, lambda document: _write(asked.output, json.dumps(document)), before)
+            result = run(
+                experiment,
+                progress,
+                lambda document: _write(asked.output, json.dumps(document)),
+                before,
+            )
     except (TtftError, ModelError, StartError, OSError) as error:
         raise UserError(str(error)) from error
     _write(asked.output, json.dumps(result))
@@ -83,8 +88,12 @@ def run_bench_ttft(asked: Asked, flags: Mapping[str, Any], config: Path | None) 
 def _experiment(asked: Asked, flags: Mapping[str, Any], config: Path | None) -> Experiment:
     for name, why in _OWN.items():
         if flags.get(name) is not None:
-            raise UserError(f"--{name.replace('_', '-')} is not for this bench: {why}; leave it out")
-    settings = resolve(refuse_later(flags), config, environment=_defaults(asked, config) | os.environ)
+            raise UserError(
+                f"--{name.replace('_', '-')} is not for this bench: {why}; leave it out"
+            )
+    settings = resolve(
+        refuse_later(flags), config, environment=_defaults(asked, config) | os.environ
+    )
     try:
         arms, groups = parse_arms(asked.routes), parse_groups(asked.groups)
     except TtftError as error:
@@ -93,14 +102,26 @@ def _experiment(asked: Asked, flags: Mapping[str, Any], config: Path | None) -> 
         raise UserError(
             "--store is none, so nothing can be stored and hit; allowed: embedded, file:DIR, forebay://HOST:PORT; leave it out"
         )
-    shape = Shape(asked.input_len, asked.output_len, asked.requests, asked.concurrency, asked.repeat, asked.rate, asked.utilisation)
+    shape = Shape(
+        asked.input_len,
+        asked.output_len,
+        asked.requests,
+        asked.concurrency,
+        asked.repeat,
+        asked.rate,
+        asked.utilisation,
+    )
     return Experiment(asked.model, settings, arms, groups, shape, settings.seed)
 
 
 def _defaults(asked: Asked, config: Path | None) -> dict[str, str]:
     """This bench's own, below the environment and flags; a settings file says all that it wants."""
     own = {"pp": "2", "chunk_size": str(max(asked.input_len, 1)), "fetch_policy": "wait"}
-    return {} if config is not None else {f"{ENVIRONMENT_PREFIX}{name.upper()}": value for name, value in own.items()}
+    return (
+        {}
+        if config is not None
+        else {f"{ENVIRONMENT_PREFIX}{name.upper()}": value for name, value in own.items()}
+    )
 
 
 def _before(asked: Asked) -> Any:
@@ -114,13 +135,17 @@ def _before(asked: Asked) -> Any:
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
-        raise UserError(f"--resume: {asked.output} cannot be read: {error}; give another --output") from error
+        raise UserError(
+            f"--resume: {asked.output} cannot be read: {error}; give another --output"
+        ) from error
 
 
 def _check_writable(path: Path | None) -> None:
     """Before minutes of work, not after."""
     if path is not None and not path.absolute().parent.is_dir():
-        raise UserError(f"{path}: there is no directory {path.absolute().parent}; make it, or give another path")
+        raise UserError(
+            f"{path}: there is no directory {path.absolute().parent}; make it, or give another path"
+        )
     if path is not None and path.is_dir():
         raise UserError(f"{path} is a directory; give a file")
 
@@ -147,8 +172,16 @@ def _progress(experiment: Experiment, before: Any) -> Iterator[Any]:
     total = sum(each * (1 + primed[group]) for group in experiment.groups) * (shape.rounds - done)
     console = Console(stderr=True)
     count = TextColumn("{task.completed:.0f}/{task.total:.0f} requests")
-    columns = (TextColumn("{task.description:<32}"), BarColumn(), count, TimeElapsedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+    columns = (
+        TextColumn("{task.description:<32}"),
+        BarColumn(),
+        count,
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as bar:
         task = bar.add_task("starting the servers", total=total)
 
         def progress(doing: str, answered: int) -> None:
@@ -161,7 +194,9 @@ def _show(result: dict[str, Any], console: Console) -> None:
     about = result["config"]
     load = f"{about['concurrency']} in flight"
     if result["rates_per_s"]:
-        load = ", ".join(f"{group} {rate:.2f} requests/s" for group, rate in result["rates_per_s"].items())
+        load = ", ".join(
+            f"{group} {rate:.2f} requests/s" for group, rate in result["rates_per_s"].items()
+        )
     console.print(
         f"{about['model']}, {about['dtype']}, pp={about['pp']} tp={about['tp']}, {about['input_len']} tokens in and "
         f"{about['output_len']} out, chunks of {about['chunk_size']}, {load}, {about['fetch_policy']}, {about['store']}",
@@ -177,22 +212,40 @@ def _show(result: dict[str, Any], console: Console) -> None:
 def _times(groups: list[dict[str, Any]]) -> Table:
     table = Table(title="time to first token, ms")
     for heading in ("group", "kind", "route", "n", "hits", "mean", "p50", "p90", "p99"):
-        table.add_column(heading, justify="left" if heading in ("group", "kind", "route") else "right")
+        table.add_column(
+            heading, justify="left" if heading in ("group", "kind", "route") else "right"
+        )
     for entry in groups:
         times = [f"{entry['ttft_ms'][name]:.1f}" for name in ("mean", "p50", "p90", "p99")]
-        table.add_row(entry["group"], entry["kind"], entry["route"], str(entry["n"]), str(entry["storage_hits"]), *times)
+        table.add_row(
+            entry["group"],
+            entry["kind"],
+            entry["route"],
+            str(entry["n"]),
+            str(entry["storage_hits"]),
+            *times,
+        )
     return table
 
 
 def _changes(changes: list[dict[str, Any]]) -> Table:
     table = Table(title="change of the time to first token (negative: sooner)")
     for heading in ("group", "kind", "route", "mean", "95 % interval", "median"):
-        table.add_column(heading, justify="left" if heading in ("group", "kind", "route") else "right")
+        table.add_column(
+            heading, justify="left" if heading in ("group", "kind", "route") else "right"
+        )
     for entry in changes:
         low, high = entry["mean_ci"]
         against = f"{entry['route']} against {entry['baseline']}"
         interval = f"{low:+.1f} to {high:+.1f} %"
-        table.add_row(entry["group"], entry["kind"], against, f"{entry['mean_pct']:+.1f} %", interval, f"{entry['p50_pct']:+.1f} %")
+        table.add_row(
+            entry["group"],
+            entry["kind"],
+            against,
+            f"{entry['mean_pct']:+.1f} %",
+            interval,
+            f"{entry['p50_pct']:+.1f} %",
+        )
     return table
 
 
@@ -210,6 +263,8 @@ def _phases(timelines: list[dict[str, Any]]) -> Table:
 
 def _complain(problems: list[str]) -> None:
     console = Console(stderr=True, highlight=False)
-    console.print(f"forebay: the result is not valid: {len(problems)} requests were not as intended; the first of them:")
+    console.print(
+        f"forebay: the result is not valid: {len(problems)} requests were not as intended; the first of them:"
+    )
     for problem in problems[:SHOWN_PROBLEMS]:
         console.print(f"  {problem}", markup=False, soft_wrap=True)

@@ -21,7 +21,12 @@ def run_calibration(as_json: bool) -> None:
     """TOML on stdout, or the same tables as JSON. Raises ``UserError``."""
     console = Console(stderr=True)
     try:
-        text = calibrate(MODEL, lambda line: console.print(f"forebay: {line}", highlight=False) if sys.stderr.isatty() else None)
+        text = calibrate(
+            MODEL,
+            lambda line: (
+                console.print(f"forebay: {line}", highlight=False) if sys.stderr.isatty() else None
+            ),
+        )
     except (CalibrationError, TtftError, EngineDown, ModelError, StartError, OSError) as error:
         raise UserError(f"--calibrate: {error}") from error
     tables = tomllib.loads(text)

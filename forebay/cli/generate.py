@@ -52,13 +52,23 @@ def run_generate(asked: Asked) -> None:
         with Console(stderr=True).status(f"loading {asked.model}"):
             llm = LLM.from_settings(asked.model, settings)
         with llm:
-            prompts = [llm.render_chat([{"role": "user", "content": text}]) if asked.as_chat else text for text in asked.prompts]
+            prompts = [
+                llm.render_chat([{"role": "user", "content": text}]) if asked.as_chat else text
+                for text in asked.prompts
+            ]
             if asked.as_json:
                 _print_document(llm.model_name, llm.generate(prompts, params))
             else:
                 for prompt in prompts:
                     _print_stream(llm.stream(prompt, params))
-    except (ModelError, StartError, EngineDown, PromptError, GenerationError, TemplateError) as error:
+    except (
+        ModelError,
+        StartError,
+        EngineDown,
+        PromptError,
+        GenerationError,
+        TemplateError,
+    ) as error:
         raise UserError(str(error)) from error
 
 
@@ -69,7 +79,9 @@ def _params(asked: Asked) -> SamplingParams:
         return msgspec.convert(given, SamplingParams, strict=False)  # text becomes numbers
     except msgspec.ValidationError as error:
         if at := re.search(r"`\$\.(\w+)", str(error)):
-            raise UserError(f"--{at[1].replace('_', '-')} is {given[at[1]]!r}; allowed: a number") from None
+            raise UserError(
+                f"--{at[1].replace('_', '-')} is {given[at[1]]!r}; allowed: a number"
+            ) from None
         raise UserError(str(error)) from None  # what SamplingParams itself refuses is worded well
 
 

@@ -28,13 +28,17 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-Model = Annotated[str, typer.Argument(help="a Hugging Face directory, a .gguf file, or demo", show_default=False)]
+Model = Annotated[
+    str, typer.Argument(help="a Hugging Face directory, a .gguf file, or demo", show_default=False)
+]
 Json = Annotated[bool, typer.Option("--json", help="print one JSON document")]
 
 
 @app.callback(invoke_without_command=True)
 def _top(
-    show_version: Annotated[bool, typer.Option("--version", help="print the version", is_eager=True)] = False,
+    show_version: Annotated[
+        bool, typer.Option("--version", help="print the version", is_eager=True)
+    ] = False,
 ) -> None:
     if show_version:
         print(f"forebay {forebay.__version__}")
@@ -61,18 +65,36 @@ def serve(settings: dict[str, Any], model: Model, config: ConfigFile = None) -> 
 def generate(
     settings: dict[str, Any],
     model: Model,
-    prompts: Annotated[list[str], typer.Argument(metavar="PROMPT...", help="text to continue", show_default=False)],
+    prompts: Annotated[
+        list[str], typer.Argument(metavar="PROMPT...", help="text to continue", show_default=False)
+    ],
     config: ConfigFile = None,
     json: Json = False,
-    chat: Annotated[bool, typer.Option("--chat", help="each prompt is a user's message, put through the chat template")] = False,
-    max_tokens: Annotated[str | None, typer.Option(metavar="TOKENS", help="at most this much output [dim]\\[256][/dim]")] = None,
-    min_tokens: Annotated[str | None, typer.Option(metavar="TOKENS", help="no end before this much output")] = None,
+    chat: Annotated[
+        bool,
+        typer.Option(
+            "--chat", help="each prompt is a user's message, put through the chat template"
+        ),
+    ] = False,
+    max_tokens: Annotated[
+        str | None,
+        typer.Option(metavar="TOKENS", help="at most this much output [dim]\\[256][/dim]"),
+    ] = None,
+    min_tokens: Annotated[
+        str | None, typer.Option(metavar="TOKENS", help="no end before this much output")
+    ] = None,
     temperature: Annotated[str | None, typer.Option(help="0 is greedy [dim]\\[0][/dim]")] = None,
     top_p: Annotated[str | None, typer.Option(help="nucleus sampling")] = None,
     top_k: Annotated[str | None, typer.Option(help="only the k most likely tokens")] = None,
-    min_p: Annotated[str | None, typer.Option(help="only tokens this likely relative to the best")] = None,
-    repetition_penalty: Annotated[str | None, typer.Option(help="above 1 discourages what was there")] = None,
-    stop: Annotated[list[str] | None, typer.Option(help="text that ends the output; may be repeated")] = None,
+    min_p: Annotated[
+        str | None, typer.Option(help="only tokens this likely relative to the best")
+    ] = None,
+    repetition_penalty: Annotated[
+        str | None, typer.Option(help="above 1 discourages what was there")
+    ] = None,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="text that ends the output; may be repeated")
+    ] = None,
 ) -> None:
     """Continue each prompt and print the text as it comes."""
     from forebay.cli.generate import Asked, run_generate
@@ -87,7 +109,18 @@ def generate(
         "repetition_penalty": repetition_penalty,
     }
     given = {name: value for name, value in sampling.items() if value is not None}
-    run_generate(Asked(model, tuple(prompts), given, tuple(stop or ()), settings, config, as_json=json, as_chat=chat))
+    run_generate(
+        Asked(
+            model,
+            tuple(prompts),
+            given,
+            tuple(stop or ()),
+            settings,
+            config,
+            as_json=json,
+            as_chat=chat,
+        )
+    )
 
 
 @app.command("config")
@@ -101,37 +134,93 @@ def show_config(json: Json = False) -> None:
 @app.command()
 def simulate(
     trace: Annotated[
-        Path | None, typer.Argument(help="requests to replay, one JSON object a line (docs/SIMULATOR.md)", show_default=False)
+        Path | None,
+        typer.Argument(
+            help="requests to replay, one JSON object a line (docs/SIMULATOR.md)",
+            show_default=False,
+        ),
     ] = None,
     cluster: Annotated[
-        str | None, typer.Option("--cluster", metavar="FILE", help="TOML file of the cluster, or laptop or h20-pp4tp4")
+        str | None,
+        typer.Option(
+            "--cluster", metavar="FILE", help="TOML file of the cluster, or laptop or h20-pp4tp4"
+        ),
     ] = None,
-    routes: Annotated[str, typer.Option("--routes", help="one run each: ticket,staged,off")] = "ticket",
-    speed: Annotated[float, typer.Option("--speed", help="2 = requests arrive twice as fast as in the trace")] = 1.0,
-    limit: Annotated[int | None, typer.Option("--limit", min=1, help="only the first requests of the trace")] = None,
+    routes: Annotated[
+        str, typer.Option("--routes", help="one run each: ticket,staged,off")
+    ] = "ticket",
+    speed: Annotated[
+        float, typer.Option("--speed", help="2 = requests arrive twice as fast as in the trace")
+    ] = 1.0,
+    limit: Annotated[
+        int | None, typer.Option("--limit", min=1, help="only the first requests of the trace")
+    ] = None,
     sweep: Annotated[
-        list[str] | None, typer.Option("--sweep", metavar="DIAL=A,B", help="one run for each value; one or two dials")
+        list[str] | None,
+        typer.Option(
+            "--sweep", metavar="DIAL=A,B", help="one run for each value; one or two dials"
+        ),
     ] = None,
-    turned: Annotated[list[str] | None, typer.Option("--set", metavar="DIAL=VALUE", help="change the cluster file's value")] = None,
-    replicas: Annotated[int, typer.Option("--replicas", min=1, max=1024, help="grids that share the store")] = 1,
-    exact: Annotated[bool, typer.Option("--exact", help="every TP rank speaks for itself: slower, and the same result")] = False,
-    window: Annotated[str | None, typer.Option("--window", metavar="FROM:TO", help="seconds that --html shows stage by stage")] = None,
-    html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="also write a report with plots")] = None,
-    fuzz: Annotated[int | None, typer.Option("--fuzz", min=1, help="number of histories to run, each from its own seed")] = None,
-    validate: Annotated[bool, typer.Option("--validate", help="put the simulator beside published and measured figures")] = False,
+    turned: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="DIAL=VALUE", help="change the cluster file's value"),
+    ] = None,
+    replicas: Annotated[
+        int, typer.Option("--replicas", min=1, max=1024, help="grids that share the store")
+    ] = 1,
+    exact: Annotated[
+        bool,
+        typer.Option(
+            "--exact", help="every TP rank speaks for itself: slower, and the same result"
+        ),
+    ] = False,
+    window: Annotated[
+        str | None,
+        typer.Option(
+            "--window", metavar="FROM:TO", help="seconds that --html shows stage by stage"
+        ),
+    ] = None,
+    html: Annotated[
+        Path | None, typer.Option("--html", metavar="FILE", help="also write a report with plots")
+    ] = None,
+    fuzz: Annotated[
+        int | None,
+        typer.Option("--fuzz", min=1, help="number of histories to run, each from its own seed"),
+    ] = None,
+    validate: Annotated[
+        bool,
+        typer.Option("--validate", help="put the simulator beside published and measured figures"),
+    ] = False,
     measured: Annotated[
-        Path | None, typer.Option("--bench", metavar="FILE", help="with --validate: a result of `forebay bench ttft --json`")
+        Path | None,
+        typer.Option(
+            "--bench",
+            metavar="FILE",
+            help="with --validate: a result of `forebay bench ttft --json`",
+        ),
     ] = None,
-    calibrate: Annotated[bool, typer.Option("--calibrate", help="measure this machine and print its cluster file")] = False,
+    calibrate: Annotated[
+        bool, typer.Option("--calibrate", help="measure this machine and print its cluster file")
+    ] = False,
     seed: Annotated[int, typer.Option("--seed", min=0, help="first seed")] = 0,
-    preset: Annotated[Preset | None, typer.Option("--preset", help="how much goes wrong; drawn from each seed if not given")] = None,
-    grid: Annotated[str | None, typer.Option("--grid", metavar="PPxTP", help="stages x TP ranks; drawn if not given")] = None,
-    store: Annotated[bool, typer.Option("--store", help="with --fuzz: histories of the store alone")] = False,
+    preset: Annotated[
+        Preset | None,
+        typer.Option("--preset", help="how much goes wrong; drawn from each seed if not given"),
+    ] = None,
+    grid: Annotated[
+        str | None,
+        typer.Option("--grid", metavar="PPxTP", help="stages x TP ranks; drawn if not given"),
+    ] = None,
+    store: Annotated[
+        bool, typer.Option("--store", help="with --fuzz: histories of the store alone")
+    ] = False,
     json: Json = False,
 ) -> None:
     """Replay a trace on a described cluster, or run the real planner through faulty histories (--fuzz)."""
     if (trace is not None) + (fuzz is not None) + validate + calibrate != 1:
-        raise UserError("give a trace with --cluster FILE, or one of --fuzz N, --validate, --calibrate; see `forebay simulate --help`")
+        raise UserError(
+            "give a trace with --cluster FILE, or one of --fuzz N, --validate, --calibrate; see `forebay simulate --help`"
+        )
     if store and fuzz is None:
         raise UserError("--store goes with --fuzz N: histories of the store alone")
     if measured is not None and not validate:
@@ -165,8 +254,15 @@ def simulate(
 
 @app.command()
 def timeline(
-    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="flight records, or directories of them", show_default=False)],
-    output: Annotated[Path, typer.Option("--output", "-o", help="the trace to write")] = Path("trace.json"),
+    files: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="FILE...", help="flight records, or directories of them", show_default=False
+        ),
+    ],
+    output: Annotated[Path, typer.Option("--output", "-o", help="the trace to write")] = Path(
+        "trace.json"
+    ),
     json: Json = False,
 ) -> None:
     """Merge the spans of all processes into one trace for https://ui.perfetto.dev or chrome://tracing."""
@@ -175,7 +271,13 @@ def timeline(
     merge_timeline(files, output, json)
 
 
-@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
+@app.command(
+    context_settings={
+        "allow_extra_args": True,
+        "ignore_unknown_options": True,
+        "help_option_names": [],
+    }
+)
 def store(context: typer.Context) -> None:
     """Run the store's roles, and look into a running one: up, master, holder, status, ls, get, put, rm, prefetch, fsck."""
     from forebay.cli.store import app as store_app  # heavy, and needed by nothing else
@@ -184,7 +286,9 @@ def store(context: typer.Context) -> None:
     raise typer.Exit(status if isinstance(status, int) else 0)
 
 
-bench = typer.Typer(help="Measure beside peers and the machine's floors in the same run.", no_args_is_help=True)
+bench = typer.Typer(
+    help="Measure beside peers and the machine's floors in the same run.", no_args_is_help=True
+)
 app.add_typer(bench, name="bench")
 
 
@@ -196,10 +300,17 @@ def bench_engine(
     config: ConfigFile = None,
     peer: Annotated[
         str | None,
-        typer.Option(help="also measure this on the same weights: transformers, or forebay:NAME=VALUE,... for a second engine"),
+        typer.Option(
+            help="also measure this on the same weights: transformers, or forebay:NAME=VALUE,... for a second engine"
+        ),
     ] = None,
-    only: Annotated[str, typer.Option(help="figures to take, as in cold_ttft/4096x1,throughput/1024x8; else all")] = "",
-    repeat: Annotated[int, typer.Option(min=1, help="interleaved rounds; the median is reported")] = 3,
+    only: Annotated[
+        str,
+        typer.Option(help="figures to take, as in cold_ttft/4096x1,throughput/1024x8; else all"),
+    ] = "",
+    repeat: Annotated[
+        int, typer.Option(min=1, help="interleaved rounds; the median is reported")
+    ] = 3,
     json: Json = False,
 ) -> None:
     """Measure time to first token, decode and throughput of the whole engine."""
@@ -215,19 +326,32 @@ def bench_ttft(
     model: Model,
     config: ConfigFile = None,
     routes: Annotated[
-        str, typer.Option(help="ticket, staged, off; each maybe with a host mode, as in ticket:staging")
+        str,
+        typer.Option(help="ticket, staged, off; each maybe with a host mode, as in ticket:staging"),
     ] = "ticket,staged",
-    groups: Annotated[str, typer.Option(help="requests whose prefix is stored: none, every other one, all")] = "miss,mixed,hit",
+    groups: Annotated[
+        str, typer.Option(help="requests whose prefix is stored: none, every other one, all")
+    ] = "miss,mixed,hit",
     input_len: Annotated[int, typer.Option(help="tokens of a prompt")] = 1024,
     output_len: Annotated[int, typer.Option(help="tokens of an answer")] = 1,
     requests: Annotated[int, typer.Option(help="of each group and route, over all rounds")] = 64,
     concurrency: Annotated[int, typer.Option(help="requests in flight at a time")] = 2,
     repeat: Annotated[int, typer.Option(help="rounds in which routes and groups take turns")] = 4,
-    rate: Annotated[float | None, typer.Option(help="open load: requests a second, at random times")] = None,
-    utilisation: Annotated[float | None, typer.Option(help="open load: this share of the measured capacity")] = None,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="JSON file, written after every round")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="go on from the rounds that --output has")] = False,
-    html: Annotated[Path | None, typer.Option(help="report with plots, one self-contained file")] = None,
+    rate: Annotated[
+        float | None, typer.Option(help="open load: requests a second, at random times")
+    ] = None,
+    utilisation: Annotated[
+        float | None, typer.Option(help="open load: this share of the measured capacity")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="JSON file, written after every round")
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="go on from the rounds that --output has")
+    ] = False,
+    html: Annotated[
+        Path | None, typer.Option(help="report with plots, one self-contained file")
+    ] = None,
     json: Json = False,
 ) -> None:
     """Measure time to first token by ticket beside the usual stage-by-stage route, in one interleaved run.
@@ -237,7 +361,20 @@ def bench_ttft(
     from forebay.cli.bench_ttft import Asked, run_bench_ttft
 
     asked = Asked(
-        model, routes, groups, input_len, output_len, requests, concurrency, repeat, rate, utilisation, output, resume, html, json
+        model,
+        routes,
+        groups,
+        input_len,
+        output_len,
+        requests,
+        concurrency,
+        repeat,
+        rate,
+        utilisation,
+        output,
+        resume,
+        html,
+        json,
     )
     raise typer.Exit(run_bench_ttft(asked, settings, config))
 
@@ -248,9 +385,15 @@ def bench_tiers(
     settings: dict[str, Any],
     model: Model,
     config: ConfigFile = None,
-    parts: Annotated[str, typer.Option(help="what to measure: hits from every tier, cost without hits, copies")] = "hits,cost,copies",
-    tokens: Annotated[int, typer.Option(min=1, help="of the prompt that is hit, in full pages")] = 2048,
-    repeat: Annotated[int, typer.Option(min=1, help="rounds in which tiers and copies take turns")] = 30,
+    parts: Annotated[
+        str, typer.Option(help="what to measure: hits from every tier, cost without hits, copies")
+    ] = "hits,cost,copies",
+    tokens: Annotated[
+        int, typer.Option(min=1, help="of the prompt that is hit, in full pages")
+    ] = 2048,
+    repeat: Annotated[
+        int, typer.Option(min=1, help="rounds in which tiers and copies take turns")
+    ] = 30,
     json: Json = False,
 ) -> None:
     """Measure hits from every tier, what the tiers cost when they do not help, and the rate of copies beside memcpy.
@@ -273,7 +416,9 @@ def bench_planner(json: Json = False) -> None:
 @bench.command("kv")
 def bench_kv(
     model: Model,
-    dtype: Annotated[str, typer.Option(help="of the computation: auto, float32 or bfloat16")] = "auto",
+    dtype: Annotated[
+        str, typer.Option(help="of the computation: auto, float32 or bfloat16")
+    ] = "auto",
     tokens: Annotated[int, typer.Option(help="length of each text")] = 512,
     page_size: Annotated[int, typer.Option("--page-size", help="tokens of a page")] = 64,
     json: Json = False,
@@ -290,7 +435,9 @@ def bench_endurance(
     settings: dict[str, Any],
     model: Model,
     config: ConfigFile = None,
-    load_minutes: Annotated[float, typer.Option(min=0.1, help="minutes of mixed load, after a fifth as much of warm-up")] = 10,
+    load_minutes: Annotated[
+        float, typer.Option(min=0.1, help="minutes of mixed load, after a fifth as much of warm-up")
+    ] = 10,
     idle_minutes: Annotated[float, typer.Option(min=0.1, help="minutes of nothing, after it")] = 10,
     json: Json = False,
 ) -> None:
@@ -300,7 +447,14 @@ def bench_endurance(
     run_bench_endurance(model, settings, config, load_minutes, idle_minutes, json)
 
 
-@bench.command("store", context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
+@bench.command(
+    "store",
+    context_settings={
+        "allow_extra_args": True,
+        "ignore_unknown_options": True,
+        "help_option_names": [],
+    },
+)
 def bench_store(context: typer.Context) -> None:
     """Measure the store: puts, gets, exists, and prefetch on exist."""
     from forebay.cli.store import app as store_app
@@ -310,16 +464,26 @@ def bench_store(context: typer.Context) -> None:
 
 
 def _refuse_bench(what: str) -> None:
-    @bench.command(what, hidden=True, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+    @bench.command(
+        what,
+        hidden=True,
+        context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    )
     def refused(_: typer.Context) -> None:
-        raise UserError(f"not available yet: forebay bench {what}; `forebay bench --help` lists what is")
+        raise UserError(
+            f"not available yet: forebay bench {what}; `forebay bench --help` lists what is"
+        )
 
 
 _refuse_bench("tree")
 
 
 def _refuse_command(name: str) -> None:
-    @app.command(name, hidden=True, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+    @app.command(
+        name,
+        hidden=True,
+        context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    )
     def refused(_: typer.Context) -> None:
         raise UserError(f"not available yet: forebay {name}; `forebay --help` lists what is")
 
@@ -338,7 +502,9 @@ def run(arguments: list[str]) -> int:
     try:
         status = app(arguments or ["--help"], prog_name="forebay", standalone_mode=False)
     except (typer.TyperException, UserError, SettingsError) as error:
-        return _fail(error.format_message() if isinstance(error, typer.TyperException) else str(error))
+        return _fail(
+            error.format_message() if isinstance(error, typer.TyperException) else str(error)
+        )
     except (typer.Abort, KeyboardInterrupt):
         return EXIT_INTERRUPTED
     return status if isinstance(status, int) else 0

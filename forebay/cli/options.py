@@ -29,18 +29,29 @@ def takes_settings(command: Callable[..., None]) -> Callable[..., None]:
         if parameter.name != "settings"
     ]
     generated = [_parameter(field.name, _annotation(field)) for field in fields()]
-    hidden = [_parameter(name, _later_annotation(name), False if name in _SWITCHES else None) for name in LATER]
+    hidden = [
+        _parameter(name, _later_annotation(name), False if name in _SWITCHES else None)
+        for name in LATER
+    ]
     names = {parameter.name for parameter in (*generated, *hidden)}
 
     def with_settings(**given: Any) -> None:
-        settings = {name: value for name, value in given.items() if name in names and value not in (None, False)}
-        command(settings=settings, **{name: value for name, value in given.items() if name not in names})
+        settings = {
+            name: value
+            for name, value in given.items()
+            if name in names and value not in (None, False)
+        }
+        command(
+            settings=settings, **{name: value for name, value in given.items() if name not in names}
+        )
 
     with_settings.__doc__ = command.__doc__
     with_settings.__name__ = command.__name__
     parameters = [*own, *generated, *hidden]
     with_settings.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    with_settings.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    with_settings.__annotations__ = {
+        parameter.name: parameter.annotation for parameter in parameters
+    }
     return with_settings
 
 
@@ -51,7 +62,9 @@ def _annotation(field: Field) -> Any:
     default = "-" if field.default is None else field.default
     kind = "SIZE" if field.is_size else (field.setting.unit or field.name.split("_")[-1]).upper()
     text = f"{field.setting.why} [dim]\\[{default}][/dim]"
-    return Annotated[str | None, typer.Option(field.flag, *field.setting.aliases, metavar=kind, help=text)]
+    return Annotated[
+        str | None, typer.Option(field.flag, *field.setting.aliases, metavar=kind, help=text)
+    ]
 
 
 def _later_annotation(name: str) -> Any:
@@ -60,4 +73,6 @@ def _later_annotation(name: str) -> Any:
 
 
 def _parameter(name: str, annotation: Any, default: Any = None) -> inspect.Parameter:
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+    return inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
+    )

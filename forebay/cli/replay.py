@@ -45,21 +45,37 @@ class Asked:
 def run_replay(asked: Asked) -> None:
     """Raises ``UserError``."""
     if not (math.isfinite(asked.speed) and asked.speed > 0):
-        raise UserError(f"--speed is {asked.speed}; give a number above 0: 2 lets requests arrive twice as fast")
+        raise UserError(
+            f"--speed is {asked.speed}; give a number above 0: 2 lets requests arrive twice as fast"
+        )
     try:
-        runs = settings(asked.cluster, _routes(asked.routes), _turned(asked.turned), parse_sweep(asked.sweep))
+        runs = settings(
+            asked.cluster, _routes(asked.routes), _turned(asked.turned), parse_sweep(asked.sweep)
+        )
         trace = read_trace(asked.trace, asked.limit)
     except (ClusterError, TraceError) as error:
         raise UserError(str(error)) from error
     jobs = jobs_of(trace, asked.speed)
     window = _window(asked.window, jobs[-1].at_s)
-    options = Options(replicas=asked.replicas, seed=asked.seed, exact=asked.exact, window=window if asked.html else None)
+    options = Options(
+        replicas=asked.replicas,
+        seed=asked.seed,
+        exact=asked.exact,
+        window=window if asked.html else None,
+    )
     if asked.html is not None:
         _writable(asked.html)
     console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+    )
     finished: list[Finished] = []
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as bars:
         tasks = {id(run): bars.add_task(run.name, total=len(jobs), start=False) for run in runs}
 
         def show(run: Run, ended: int) -> None:
@@ -70,11 +86,15 @@ def run_replay(asked: Asked) -> None:
     _show(asked, len(jobs), window, finished)
 
 
-def _show(asked: Asked, requests: int, window: tuple[float, float], finished: Sequence[Finished]) -> None:
+def _show(
+    asked: Asked, requests: int, window: tuple[float, float], finished: Sequence[Finished]
+) -> None:
     about = f"{requests:,} requests at {asked.speed:g} x the trace's pace, {asked.replicas} replica(s) of {asked.cluster}"
     if asked.html is not None:
         try:
-            asked.html.write_text(html_report(f"Forebay simulation of {asked.trace.name}", about, finished, window))
+            asked.html.write_text(
+                html_report(f"Forebay simulation of {asked.trace.name}", about, finished, window)
+            )
         except OSError as error:
             raise UserError(f"--html {asked.html}: {error.strerror}") from error
     if asked.as_json:
@@ -94,7 +114,20 @@ def _show(asked: Asked, requests: int, window: tuple[float, float], finished: Se
 
 def _table(title: str, finished: Sequence[Finished]) -> Table:
     table = Table(title=title)
-    heads = ("run", "rejected", "TTFT mean", "p50", "p99", "gap p50", "hit", "L1", "L2", "L3", "SSD writes", "busy")
+    heads = (
+        "run",
+        "rejected",
+        "TTFT mean",
+        "p50",
+        "p99",
+        "gap p50",
+        "hit",
+        "L1",
+        "L2",
+        "L3",
+        "SSD writes",
+        "busy",
+    )
     for head in heads:
         table.add_column(head, justify="left" if head == "run" else "right", no_wrap=head != "run")
     for one in finished:
@@ -103,13 +136,21 @@ def _table(title: str, finished: Sequence[Finished]) -> Table:
 
 
 def _cells(outcome: dict[str, Any]) -> list[str]:
-    ttft, gaps, hits, prompt = outcome["ttft_ms"], outcome["inter_token_ms"], outcome["hit_tokens"], outcome["prompt_tokens"] or 1
+    ttft, gaps, hits, prompt = (
+        outcome["ttft_ms"],
+        outcome["inter_token_ms"],
+        outcome["hit_tokens"],
+        outcome["prompt_tokens"] or 1,
+    )
     busy = [share for replica in outcome["utilisation"] for share in replica]
     return [
         f"{sum(outcome['rejected'].values()):,}",
         *(f"{ttft[name] / 1e3:.3f} s" if ttft else "-" for name in ("mean", "p50", "p99")),
         f"{gaps['p50']:.1f} ms" if gaps else "-",
-        *(f"{100 * share / prompt:.1f} %" for share in (prompt - hits["computed"], hits["device"], hits["host"], hits["store"])),
+        *(
+            f"{100 * share / prompt:.1f} %"
+            for share in (prompt - hits["computed"], hits["device"], hits["host"], hits["store"])
+        ),
         f"{outcome['bytes']['ssd_writes'] / 1e9:.1f} GB",
         f"{100 * sum(busy) / len(busy):.0f} %",
     ]
@@ -119,7 +160,9 @@ def _routes(text: str) -> list[FetchRoute]:
     routes = []
     for name in text.split(","):
         if name.strip() not in list(FetchRoute):
-            raise UserError(f"--routes has {name.strip()!r}; allowed: {', '.join(FetchRoute)}, with commas between")
+            raise UserError(
+                f"--routes has {name.strip()!r}; allowed: {', '.join(FetchRoute)}, with commas between"
+            )
         routes.append(FetchRoute(name.strip()))
     if len(set(routes)) < len(routes):
         raise UserError(f"--routes names a route twice: {text}")
@@ -146,11 +189,15 @@ def _window(text: str | None, last_arrival_s: float) -> tuple[float, float]:
     except ValueError:
         low, high = 1.0, 0.0
     if not (0 <= low < high < math.inf):
-        raise UserError(f"--window is {text!r}; give FROM:TO in seconds of the simulated time, such as 100:120")
+        raise UserError(
+            f"--window is {text!r}; give FROM:TO in seconds of the simulated time, such as 100:120"
+        )
     return low, high
 
 
 def _writable(path: Path) -> None:
     """Better now than after minutes of work."""
     if path.is_dir() or not path.parent.is_dir():
-        raise UserError(f"--html {path}: not a file that can be written; give a name in a directory that exists")
+        raise UserError(
+            f"--html {path}: not a file that can be written; give a name in a directory that exists"
+        )

@@ -39,27 +39,68 @@ app = typer.Typer(help="The store of KV pages (L3): run it, look into it.", no_a
 DEFAULT_PORT = 7001
 PREFETCH_WAIT_S = 2.0
 
-Listen = Annotated[str, typer.Option(help="address to listen on, HOST:PORT; port 0 takes a free one")]
+Listen = Annotated[
+    str, typer.Option(help="address to listen on, HOST:PORT; port 0 takes a free one")
+]
 Dram = Annotated[str, typer.Option(help="DRAM for pages, such as 512MiB; allocated at once")]
 Ssd = Annotated[Path | None, typer.Option(help="directory of the SSD log; none = DRAM only")]
 SsdSize = Annotated[str, typer.Option(help="bytes the log may take")]
-FsyncOption = Annotated[Fsync, typer.Option(help="when what is logged is forced to the disk: always, batch (0.2 s) or never")]
-LeaseS = Annotated[float, typer.Option(min=0.5, max=600, help="seconds for which memory that a reader was told of is not reused")]
-High = Annotated[float, typer.Option(min=0.01, max=1, help="share of DRAM at which eviction starts")]
+FsyncOption = Annotated[
+    Fsync,
+    typer.Option(help="when what is logged is forced to the disk: always, batch (0.2 s) or never"),
+]
+LeaseS = Annotated[
+    float,
+    typer.Option(
+        min=0.5, max=600, help="seconds for which memory that a reader was told of is not reused"
+    ),
+]
+High = Annotated[
+    float, typer.Option(min=0.01, max=1, help="share of DRAM at which eviction starts")
+]
 Low = Annotated[float, typer.Option(min=0.0, max=1, help="share of DRAM down to which it evicts")]
 PutWait = Annotated[float, typer.Option(min=0, max=60, help="seconds that a put waits for room")]
-OnHit = Annotated[bool, typer.Option("--promotion-on-hit", help="bring to DRAM what is read from SSD again and again")]
-SsdPrefetch = Annotated[bool, typer.Option("--ssd-prefetch", help="bring to DRAM what a probe announced")]
-Share = Annotated[float, typer.Option(min=0, max=1, help="share of DRAM for pages prefetched and not read yet")]
+OnHit = Annotated[
+    bool,
+    typer.Option("--promotion-on-hit", help="bring to DRAM what is read from SSD again and again"),
+]
+SsdPrefetch = Annotated[
+    bool, typer.Option("--ssd-prefetch", help="bring to DRAM what a probe announced")
+]
+Share = Annotated[
+    float, typer.Option(min=0, max=1, help="share of DRAM for pages prefetched and not read yet")
+]
 Replicas = Annotated[int, typer.Option(min=1, max=8, help="holders that each page is written to")]
-SecretFile = Annotated[Path | None, typer.Option(help="lines of 'TENANT SECRET', or one secret; none = no authentication")]
-TlsCert = Annotated[Path | None, typer.Option(help="certificate (PEM, its chain behind it) for TLS; none = no TLS")]
+SecretFile = Annotated[
+    Path | None,
+    typer.Option(help="lines of 'TENANT SECRET', or one secret; none = no authentication"),
+]
+TlsCert = Annotated[
+    Path | None, typer.Option(help="certificate (PEM, its chain behind it) for TLS; none = no TLS")
+]
 TlsKey = Annotated[Path | None, typer.Option(help="the key of --tls-cert, not encrypted")]
-MetricsPort = Annotated[int | None, typer.Option(min=0, max=65535, help="port for http://HOST:PORT/metrics (Prometheus); none = off")]
-MetricsHost = Annotated[str, typer.Option(help="address of --metrics-port; whoever reaches it sees tenants' names")]
-Quota = Annotated[list[str] | None, typer.Option(help="DRAM that a tenant may fill, NAME=SIZE; may be given again")]
-Json = Annotated[bool, typer.Option("--json", help="one JSON document on standard output and nothing else there")]
-Url = Annotated[str, typer.Argument(help="forebay://HOST:PORT[,HOST:PORT...] of the masters; forebay+tls://...[?ca=FILE] for TLS")]
+MetricsPort = Annotated[
+    int | None,
+    typer.Option(
+        min=0, max=65535, help="port for http://HOST:PORT/metrics (Prometheus); none = off"
+    ),
+]
+MetricsHost = Annotated[
+    str, typer.Option(help="address of --metrics-port; whoever reaches it sees tenants' names")
+]
+Quota = Annotated[
+    list[str] | None,
+    typer.Option(help="DRAM that a tenant may fill, NAME=SIZE; may be given again"),
+]
+Json = Annotated[
+    bool, typer.Option("--json", help="one JSON document on standard output and nothing else there")
+]
+Url = Annotated[
+    str,
+    typer.Argument(
+        help="forebay://HOST:PORT[,HOST:PORT...] of the masters; forebay+tls://...[?ca=FILE] for TLS"
+    ),
+]
 Tenant = Annotated[str, typer.Option(help="whose keys")]
 Timeout = Annotated[float, typer.Option(min=0.05, help="seconds for each call")]
 Key = Annotated[str, typer.Argument(help="a key as text, or hex:...")]
@@ -71,8 +112,20 @@ def _one_line_errors() -> Iterator[None]:
     """Whatever a user can get wrong ends in one line and exit status 2."""
     try:
         yield
-    except (AddressError, SettingsError, HolderError, SegmentError, auth.SecretFileError, TlsError, OSError) as error:
-        text = f"{error.strerror}: {error.filename}" if isinstance(error, OSError) and error.filename else str(error)
+    except (
+        AddressError,
+        SettingsError,
+        HolderError,
+        SegmentError,
+        auth.SecretFileError,
+        TlsError,
+        OSError,
+    ) as error:
+        text = (
+            f"{error.strerror}: {error.filename}"
+            if isinstance(error, OSError) and error.filename
+            else str(error)
+        )
         typer.echo(f"forebay store: {text}", err=True)
         raise typer.Exit(2) from None
 
@@ -106,12 +159,39 @@ def up(
     with _one_line_errors():
         address = Address.parse(listen, DEFAULT_PORT)
         master = _master_config(
-            lease_s, high_watermark, low_watermark, put_wait_s, promotion_on_hit, ssd_prefetch, prefetch_share, 1, tenant_quota
+            lease_s,
+            high_watermark,
+            low_watermark,
+            put_wait_s,
+            promotion_on_hit,
+            ssd_prefetch,
+            prefetch_share,
+            1,
+            tenant_quota,
         )
         tls = _tls(tls_cert, tls_key)
         own = own_context(tls_cert) if tls_cert else None
-        holder = HolderConfig(address, Address(address.host, 0), parse_size(dram), ssd, parse_size(ssd_size), fsync, tls, own)
-        _run(Roles(address, master, [holder], _secrets(secret_file), tls, _metrics(metrics_host, metrics_port)), json)
+        holder = HolderConfig(
+            address,
+            Address(address.host, 0),
+            parse_size(dram),
+            ssd,
+            parse_size(ssd_size),
+            fsync,
+            tls,
+            own,
+        )
+        _run(
+            Roles(
+                address,
+                master,
+                [holder],
+                _secrets(secret_file),
+                tls,
+                _metrics(metrics_host, metrics_port),
+            ),
+            json,
+        )
 
 
 @app.command()
@@ -147,7 +227,12 @@ def master(
             tenant_quota,
         )
         tls, told = _tls(tls_cert, tls_key), _metrics(metrics_host, metrics_port)
-        _run(Roles(Address.parse(listen, DEFAULT_PORT), config, [], _secrets(secret_file), tls, told), json)
+        _run(
+            Roles(
+                Address.parse(listen, DEFAULT_PORT), config, [], _secrets(secret_file), tls, told
+            ),
+            json,
+        )
 
 
 @app.command()
@@ -179,7 +264,10 @@ def holder(
             client_context(where.ca) if where.tls else None,
         )
         told = _metrics(metrics_host, metrics_port)
-        _run(Roles(None, None, slices(whole, where.masters), _secrets(secret_file), metrics=told), json)
+        _run(
+            Roles(None, None, slices(whole, where.masters), _secrets(secret_file), metrics=told),
+            json,
+        )
 
 
 def _master_config(
@@ -194,8 +282,20 @@ def _master_config(
     quotas: list[str] | None,
 ) -> MasterConfig:
     if low > high:
-        raise SettingsError(f"--low-watermark {low} is above --high-watermark {high}; it must not be")
-    return MasterConfig(lease_s, high, low, put_wait_s, replicas, on_hit, prefetch, share, quotas=_quotas(quotas or []))
+        raise SettingsError(
+            f"--low-watermark {low} is above --high-watermark {high}; it must not be"
+        )
+    return MasterConfig(
+        lease_s,
+        high,
+        low,
+        put_wait_s,
+        replicas,
+        on_hit,
+        prefetch,
+        share,
+        quotas=_quotas(quotas or []),
+    )
 
 
 def _quotas(given: list[str]) -> dict[str, int]:
@@ -203,7 +303,9 @@ def _quotas(given: list[str]) -> dict[str, int]:
     for text in given:
         name, equals, size = text.partition("=")
         if not name or not equals:
-            raise SettingsError(f"--tenant-quota {text!r} is not allowed; write it as NAME=SIZE, such as team-a=4GiB")
+            raise SettingsError(
+                f"--tenant-quota {text!r} is not allowed; write it as NAME=SIZE, such as team-a=4GiB"
+            )
         quotas[name] = parse_size(size)
     return quotas
 
@@ -230,14 +332,22 @@ def _run(roles: Roles, json: bool) -> None:
         if running.holders:
             first = running.holders[0].config
             said |= {"holder": ",".join(str(holder.address) for holder in running.holders)}
-            said |= {"dram": sum(holder.config.dram for holder in running.holders), "ssd": str(first.ssd) if first.ssd else None}
-            said["cut_bytes"] = sum(holder.log.cut_bytes for holder in running.holders if holder.log is not None)
+            said |= {
+                "dram": sum(holder.config.dram for holder in running.holders),
+                "ssd": str(first.ssd) if first.ssd else None,
+            }
+            said["cut_bytes"] = sum(
+                holder.log.cut_bytes for holder in running.holders if holder.log is not None
+            )
         if running.metrics is not None and roles.metrics is not None:
             said["metrics"] = f"http://{Address(roles.metrics.host, running.metrics.port)}/metrics"
         if json:
             typer.echo(jsonlib.dumps(said))
         else:
-            typer.echo("forebay store: " + ", ".join(f"{name} {value}" for name, value in said.items() if value))
+            typer.echo(
+                "forebay store: "
+                + ", ".join(f"{name} {value}" for name, value in said.items() if value)
+            )
         sys.stdout.flush()
 
     run(roles, started)
@@ -247,7 +357,13 @@ def _run(roles: Roles, json: bool) -> None:
 
 
 @app.command()
-def status(url: Url, tenant: Tenant = "default", secret_file: SecretFile = None, timeout_s: Timeout = 5.0, json: Json = False) -> None:
+def status(
+    url: Url,
+    tenant: Tenant = "default",
+    secret_file: SecretFile = None,
+    timeout_s: Timeout = 5.0,
+    json: Json = False,
+) -> None:
     """Objects, memory and SSD in use, holders, and counters since the master started."""
     with _client(url, tenant, secret_file, timeout_s) as client:
         stats, holders = client.stats(), client.holders().holders
@@ -263,9 +379,13 @@ def status(url: Url, tenant: Tenant = "default", secret_file: SecretFile = None,
         disk = f"{format_size(entry.ssd_used)} of {format_size(entry.ssd_bytes)}"
         serves = "yes" if entry.usable else "no"
         cells = entry.name[:12], f"{entry.host}:{entry.port}", serves, memory, disk, entry.ssd_state
-        table.add_row(*(Text(cell) for cell in cells))  # as they are: a holder's words are no markup
+        table.add_row(
+            *(Text(cell) for cell in cells)
+        )  # as they are: a holder's words are no markup
     console = Console()
-    console.print(f"{stats.objects} objects, {stats.waiting_puts} puts waiting, {stats.promotions_in_flight} promotions in flight")
+    console.print(
+        f"{stats.objects} objects, {stats.waiting_puts} puts waiting, {stats.promotions_in_flight} promotions in flight"
+    )
     console.print(table)
     for name, count in sorted(stats.counters.items()):
         console.print(f"{name} {count}")
@@ -283,7 +403,11 @@ def ls(
     """Keys and their sizes, in order."""
     with _client(url, tenant, secret_file, timeout_s) as client:
         if json:
-            typer.echo(jsonlib.dumps([{"key": _show(key), "bytes": size} for key, size in client.list(_key(prefix))]))
+            typer.echo(
+                jsonlib.dumps(
+                    [{"key": _show(key), "bytes": size} for key, size in client.list(_key(prefix))]
+                )
+            )
             return
         for key, size in client.list(_key(prefix)):
             typer.echo(f"{size:>14} {_show(key)}")
@@ -293,7 +417,10 @@ def ls(
 def get(
     url: Url,
     key: Key,
-    output: Annotated[Path | None, typer.Option("-o", "--output", help="file to write; standard output if not given")] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("-o", "--output", help="file to write; standard output if not given"),
+    ] = None,
     tenant: Tenant = "default",
     secret_file: SecretFile = None,
     timeout_s: Timeout = 5.0,
@@ -324,7 +451,13 @@ def put(
 
 
 @app.command()
-def rm(url: Url, keys: Keys, tenant: Tenant = "default", secret_file: SecretFile = None, timeout_s: Timeout = 5.0) -> None:
+def rm(
+    url: Url,
+    keys: Keys,
+    tenant: Tenant = "default",
+    secret_file: SecretFile = None,
+    timeout_s: Timeout = 5.0,
+) -> None:
     """Remove keys, for good."""
     with _client(url, tenant, secret_file, timeout_s) as client:
         named = [_key(key) for key in keys]
@@ -332,17 +465,28 @@ def rm(url: Url, keys: Keys, tenant: Tenant = "default", secret_file: SecretFile
 
 
 @app.command()
-def prefetch(url: Url, keys: Keys, tenant: Tenant = "default", secret_file: SecretFile = None, timeout_s: Timeout = 5.0) -> None:
+def prefetch(
+    url: Url,
+    keys: Keys,
+    tenant: Tenant = "default",
+    secret_file: SecretFile = None,
+    timeout_s: Timeout = 5.0,
+) -> None:
     """Bring keys from SSD to DRAM (the master must run with --ssd-prefetch), and see for 2 s whether they come."""
     with _client(url, tenant, secret_file, timeout_s) as client:
         named = [_key(key) for key in keys]
         client.prefetch(named, groups=client.groups_of(named))
         deadline = time.monotonic() + PREFETCH_WAIT_S
         counters = client.prefetched
-        while counters.sent + counters.resident + counters.missing + counters.failed < len(set(keys)) and time.monotonic() < deadline:
+        while (
+            counters.sent + counters.resident + counters.missing + counters.failed < len(set(keys))
+            and time.monotonic() < deadline
+        ):
             time.sleep(0.01)
             counters = client.prefetched
-        typer.echo(f"{counters.sent} asked for, {counters.resident} in DRAM already, {counters.missing} not there")
+        typer.echo(
+            f"{counters.sent} asked for, {counters.resident} in DRAM already, {counters.missing} not there"
+        )
         if counters.sent:
             _await_memory(client, named, counters.sent + counters.resident)
         if counters.failed or counters.missing:
@@ -359,11 +503,18 @@ def _await_memory(client: StoreClient, keys: list[bytes], wanted: int) -> None:
         time.sleep(0.01)
     typer.echo(f"{warm} in DRAM now")
     if not warm:
-        _fail(f"nothing came to DRAM within {PREFETCH_WAIT_S:g} s: the master runs without --ssd-prefetch, or DRAM has no room")
+        _fail(
+            f"nothing came to DRAM within {PREFETCH_WAIT_S:g} s: the master runs without --ssd-prefetch, or DRAM has no room"
+        )
 
 
 @app.command()
-def fsck(directory: Annotated[Path, typer.Argument(help="SSD directory of a holder that is not running")], json: Json = False) -> None:
+def fsck(
+    directory: Annotated[
+        Path, typer.Argument(help="SSD directory of a holder that is not running")
+    ],
+    json: Json = False,
+) -> None:
     """Check every CRC of an SSD log, offline, and say what a start would cut. Changes nothing; exit status 1 if not clean."""
     with _one_line_errors():
         try:
@@ -378,12 +529,16 @@ def fsck(directory: Annotated[Path, typer.Argument(help="SSD directory of a hold
             typer.echo(f"{file.name}: {file.records} records in {format_size(file.bytes)}{cut}")
             for line in file.damaged:
                 typer.echo(f"  {line}")
-        typer.echo(f"{report.live} keys ({format_size(report.live_bytes)}), {report.dead} overruled, {report.tombstones} tombstones")
+        typer.echo(
+            f"{report.live} keys ({format_size(report.live_bytes)}), {report.dead} overruled, {report.tombstones} tombstones"
+        )
     raise typer.Exit(0 if report.clean else 1)
 
 
 @contextlib.contextmanager
-def _client(url: str, tenant: str, secret_file: Path | None, timeout_s: float) -> Iterator[StoreClient]:
+def _client(
+    url: str, tenant: str, secret_file: Path | None, timeout_s: float
+) -> Iterator[StoreClient]:
     with _one_line_errors():
         client = StoreClient.connect(url, tenant, secret_file, timeout_s=timeout_s)
         with client:
@@ -409,7 +564,9 @@ def _key(text: str) -> bytes:
     try:
         return bytes.fromhex(text[4:])
     except ValueError:
-        raise AddressError(f"{text!r} is no key; after hex: come pairs of hexadecimal digits") from None
+        raise AddressError(
+            f"{text!r} is no key; after hex: come pairs of hexadecimal digits"
+        ) from None
 
 
 def _show(key: bytes) -> str:
@@ -435,7 +592,11 @@ def _checked_tiers(tiers: list[str]) -> tuple[str, ...]:
 
 
 def _bench_config(sizes: str, footprint: str, rounds: int) -> measuring.BenchConfig:
-    return measuring.BenchConfig(tuple(parse_size(size) for size in sizes.split(",")), footprint=parse_size(footprint), rounds=rounds)
+    return measuring.BenchConfig(
+        tuple(parse_size(size) for size in sizes.split(",")),
+        footprint=parse_size(footprint),
+        rounds=rounds,
+    )
 
 
 def _prefetch_ttft(model: str, route: str, logs: Path) -> list[dict[str, Any]]:
@@ -445,7 +606,11 @@ def _prefetch_ttft(model: str, route: str, logs: Path) -> list[dict[str, Any]]:
     from forebay.models.errors import ModelError
     from forebay.settings import FetchRoute
 
-    routes = {"staged": (FetchRoute.STAGED,), "ticket": (FetchRoute.TICKET,), "both": (FetchRoute.STAGED, FetchRoute.TICKET)}
+    routes = {
+        "staged": (FetchRoute.STAGED,),
+        "ticket": (FetchRoute.TICKET,),
+        "both": (FetchRoute.STAGED, FetchRoute.TICKET),
+    }
     if route not in routes:
         raise SettingsError(f"--route {route} is not known; allowed: staged, ticket, both")
     try:
@@ -459,19 +624,39 @@ def _prefetch_ttft(model: str, route: str, logs: Path) -> list[dict[str, Any]]:
 
 @app.command()
 def bench(
-    footprint: Annotated[str, typer.Option(help="bytes of keys that every figure rotates over")] = "1GiB",
-    rounds: Annotated[int, typer.Option(min=1, help="interleaved rounds; the median is reported")] = 7,
-    directory: Annotated[Path | None, typer.Option(help="where the logs of the SSD arms lie")] = None,
+    footprint: Annotated[
+        str, typer.Option(help="bytes of keys that every figure rotates over")
+    ] = "1GiB",
+    rounds: Annotated[
+        int, typer.Option(min=1, help="interleaved rounds; the median is reported")
+    ] = 7,
+    directory: Annotated[
+        Path | None, typer.Option(help="where the logs of the SSD arms lie")
+    ] = None,
     sizes: Annotated[str, typer.Option(help="sizes of values, comma between")] = "64KiB,1MiB,4MiB",
     tier: Annotated[list[str] | None, typer.Option(help="dram or ssd; both if not given")] = None,
-    peer: Annotated[list[str] | None, typer.Option(help="another store in the same run: redis or mooncake; may be given again")] = None,
-    prefetch: Annotated[bool, typer.Option("--prefetch", help="measure prefetch on exist instead: off and on, same data")] = False,
-    serve: Annotated[
-        str | None, typer.Option(help="with --prefetch: time to first token through servers of this model, not reads")
+    peer: Annotated[
+        list[str] | None,
+        typer.Option(help="another store in the same run: redis or mooncake; may be given again"),
     ] = None,
-    tls_cert: Annotated[Path | None, typer.Option(help="measure TLS instead, beside TCP without: a certificate for 127.0.0.1")] = None,
+    prefetch: Annotated[
+        bool,
+        typer.Option("--prefetch", help="measure prefetch on exist instead: off and on, same data"),
+    ] = False,
+    serve: Annotated[
+        str | None,
+        typer.Option(
+            help="with --prefetch: time to first token through servers of this model, not reads"
+        ),
+    ] = None,
+    tls_cert: Annotated[
+        Path | None,
+        typer.Option(help="measure TLS instead, beside TCP without: a certificate for 127.0.0.1"),
+    ] = None,
     tls_key: TlsKey = None,
-    route: Annotated[str, typer.Option(help="with --serve: the servers' fetch route: staged, ticket or both")] = "both",
+    route: Annotated[
+        str, typer.Option(help="with --serve: the servers' fetch route: staged, ticket or both")
+    ] = "both",
     json: Json = False,
 ) -> None:
     """Measure puts, gets and exists beside memcpy, raw sockets and O_DIRECT in the same run."""
@@ -480,7 +665,9 @@ def bench(
             if serve is not None and not prefetch:
                 raise SettingsError("--serve MODEL goes with --prefetch; give both, or neither")
             if _tls(tls_cert, tls_key) is not None and tls_cert is not None and tls_key is not None:
-                result: dict[str, Any] = bench_tls.run(_bench_config(sizes, footprint, rounds), tls_cert, tls_key)
+                result: dict[str, Any] = bench_tls.run(
+                    _bench_config(sizes, footprint, rounds), tls_cert, tls_key
+                )
             elif prefetch:
                 with tempfile.TemporaryDirectory(dir=directory) as logs:
                     if serve is None:
@@ -490,19 +677,45 @@ def bench(
                 result = {"config": {}, "floors": {}, "rows": [], "prefetch": rows}
             else:
                 peers, tiers = _checked_peers(peer or []), _checked_tiers(tier or ["dram", "ssd"])
-                config = dataclasses.replace(_bench_config(sizes, footprint, rounds), directory=directory, peers=peers, tiers=tiers)
+                config = dataclasses.replace(
+                    _bench_config(sizes, footprint, rounds),
+                    directory=directory,
+                    peers=peers,
+                    tiers=tiers,
+                )
                 result = measuring.run(config)
         except (measuring.BenchError, PeerError) as error:
             _fail(f"the measurement is not valid: {error}")
     if json:
         typer.echo(jsonlib.dumps(result))
         return
-    table = Table("op", "bytes", "batch", "where", "tier", "forebay", "floor", "unit", "ratio", *(f"{name}" for name in peer or []))
+    table = Table(
+        "op",
+        "bytes",
+        "batch",
+        "where",
+        "tier",
+        "forebay",
+        "floor",
+        "unit",
+        "ratio",
+        *(f"{name}" for name in peer or []),
+    )
     for row in result["rows"]:
         ratio = row["forebay"] / row["floor"]
         figures = [f"{row['forebay']:.2f}", f"{row['floor']:.2f}", row["unit"], f"{ratio:.2f}"]
-        others = [f"{row['peers'][name]:.2f}" if name in row["peers"] else "" for name in peer or []]
-        table.add_row(row["op"], str(row["size"]), str(row["batch"]), row["where"], row["tier"], *figures, *others)
+        others = [
+            f"{row['peers'][name]:.2f}" if name in row["peers"] else "" for name in peer or []
+        ]
+        table.add_row(
+            row["op"],
+            str(row["size"]),
+            str(row["batch"]),
+            row["where"],
+            row["tier"],
+            *figures,
+            *others,
+        )
     if result["rows"]:
         Console().print(table)
     for row in result["prefetch"]:

@@ -26,7 +26,9 @@ def admit(replica: Replica, now: float) -> None:
     running, most = replica.running, replica.config.max_running
     if not replica.waiting or len(running) >= most or any([other.suspect for other in running]):
         return
-    urgency: float | None = None  # of those that ask or fetch; looked up once, and only if somebody may give way to them
+    urgency: float | None = (
+        None  # of those that ask or fetch; looked up once, and only if somebody may give way to them
+    )
     for request in _candidates(replica):
         if len(running) >= most:
             return
@@ -39,7 +41,10 @@ def admit(replica: Replica, now: float) -> None:
         until = _gives_way_until(replica, request)
         if now < until:
             if urgency is None:
-                urgency = next((other.order[0] for other in replica.waiting if replica.tickets.waits(other)), math.inf)
+                urgency = next(
+                    (other.order[0] for other in replica.waiting if replica.tickets.waits(other)),
+                    math.inf,
+                )
             if urgency <= request.order[0]:
                 replica.gives_way_until = min(until, replica.gives_way_until or until)
                 continue
@@ -66,14 +71,20 @@ def _candidates(replica: Replica) -> Iterator[Request]:
     cache = replica.cache
     assert cache is not None
     cached = {request.order: len(cache.tree.match(request.extend_hashes())) for request in window}
-    return iter(sorted(window, key=lambda request: (request.order[0], -cached[request.order], request.order[1])))
+    return iter(
+        sorted(
+            window, key=lambda request: (request.order[0], -cached[request.order], request.order[1])
+        )
+    )
 
 
 def _has_room(replica: Replica, request: Request) -> bool:
     """Whether `_reserve` would find device pages, wherever the prefix comes from: what is loaded takes as many as what is computed."""
     cache = replica.cache
     assert cache is not None
-    held = [node for node in cache.tree.match(request.extend_hashes()) if node.pages[DEVICE] != NONE]
+    held = [
+        node for node in cache.tree.match(request.extend_hashes()) if node.pages[DEVICE] != NONE
+    ]
     unpinned = sum(not node.pins[DEVICE] for node in held)
     return _wanted_pages(replica, request) - len(held) <= cache.obtainable - unpinned
 
@@ -124,7 +135,9 @@ def _reserve(replica: Replica, request: Request) -> list[Node] | None:
     held = [node for node in path if node.pages[DEVICE] != NONE]
     cache.pin(held)
     for node in loads:
-        cache.tree.pin(node, HOST)  # before device pages are taken, or making room could take what is to be loaded
+        cache.tree.pin(
+            node, HOST
+        )  # before device pages are taken, or making room could take what is to be loaded
     wanted = _wanted_pages(replica, request) - len(held)
     own = None
     if wanted <= cache.obtainable:
@@ -141,7 +154,9 @@ def _reserve(replica: Replica, request: Request) -> list[Node] | None:
     request.nodes = path
     request.table = [node.page for node in path] + own[len(loads) :]
     # The last token is always computed (rule R7), even if its page is cached.
-    request.cached = request.computed = min(len(path) * replica.config.page_size, request.length - 1)
+    request.cached = request.computed = min(
+        len(path) * replica.config.page_size, request.length - 1
+    )
     return loads
 
 
@@ -166,7 +181,9 @@ def _account(replica: Replica, request: Request, loads: Sequence[bool], now: flo
     store = min(sum(loads) * page_size, request.computed)
     host = min((len(loads) - sum(loads)) * page_size, request.computed - store)
     device = request.computed - host - store
-    request.usage = request.unsaid = Usage(cached_device=device, cached_host=host, cached_store=store, queue_s=now - request.arrived_at)
+    request.usage = request.unsaid = Usage(
+        cached_device=device, cached_host=host, cached_store=store, queue_s=now - request.arrived_at
+    )
     replica.spans.append(request.queue_span(now))
     replica.cached_device_tokens += device
     replica.cached_host_tokens += host

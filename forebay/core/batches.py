@@ -1,6 +1,8 @@
 """How many pages one call to the store moves: for the ranks that make them, and for the simulator that says what they do."""
 
-BATCH_BYTES = 8 << 20  # the first of a fetch, those that take longer than `BATCH_S`, and all of a STORE
+BATCH_BYTES = (
+    8 << 20
+)  # the first of a fetch, those that take longer than `BATCH_S`, and all of a STORE
 MOST_BATCH_BYTES = 64 << 20
 BATCH_S = 0.02  # of a fetch: how long a cancel, and the word of how far it is, may have to wait
 

@@ -70,7 +70,17 @@ def build_plan(replica: Replica, epoch: int, now: float) -> Plan | None:
     replica.digest = plan.digest
     waits_for = set(range(replica.config.ranks))
     replica.in_flight.append(
-        InFlight(plan.number, now, draft.work, waits_for, draft.slots, draft.sampling, draft.requests, draft.tokens, draft.is_ahead)
+        InFlight(
+            plan.number,
+            now,
+            draft.work,
+            waits_for,
+            draft.slots,
+            draft.sampling,
+            draft.requests,
+            draft.tokens,
+            draft.is_ahead,
+        )
     )
     return plan
 
@@ -99,7 +109,12 @@ def _add_prefills(replica: Replica, draft: _Draft) -> None:
     chunked = [request for request in prefills if request.remaining > page_size]
     for request in hits:
         _add_piece(replica, draft, request, request.remaining)
-    if hits and chunked and replica.config.hits_ahead and all(request.overtaken < overtakes_allowed(request) for request in chunked):
+    if (
+        hits
+        and chunked
+        and replica.config.hits_ahead
+        and all(request.overtaken < overtakes_allowed(request) for request in chunked)
+    ):
         draft.is_ahead = True
         for request in chunked:
             request.overtaken += 1

@@ -32,7 +32,14 @@ class PlanDigest:
         self._remaps += (b"r", _REMAP.pack(slot, index, page))
 
     def piece(
-        self, slot: int, start: int, tokens: bytes, appended: Sequence[int], table_length: int, write_from: int, sample: bool
+        self,
+        slot: int,
+        start: int,
+        tokens: bytes,
+        appended: Sequence[int],
+        table_length: int,
+        write_from: int,
+        sample: bool,
     ) -> None:
         """``appended``: the last entries of the slot's table, those that this piece added; ``table_length`` counts all."""
         pieces = self._pieces
@@ -43,4 +50,6 @@ class PlanDigest:
 
     @property
     def value(self) -> bytes:
-        return hashlib.blake2b(b"".join(self._remaps + self._pieces), digest_size=DIGEST_BYTES).digest()
+        return hashlib.blake2b(
+            b"".join(self._remaps + self._pieces), digest_size=DIGEST_BYTES
+        ).digest()

@@ -13,9 +13,23 @@ import struct
 TOKEN_BYTES = 4
 
 
-def root_hash(fingerprint: bytes, kv_dtype: str, page_size: int, adapter: str = "", salt: bytes = b"", tenant: str = "") -> bytes:
+def root_hash(
+    fingerprint: bytes,
+    kv_dtype: str,
+    page_size: int,
+    adapter: str = "",
+    salt: bytes = b"",
+    tenant: str = "",
+) -> bytes:
     """The chain's start for one namespace. ``page_size`` in tokens."""
-    fields = (fingerprint, kv_dtype.encode(), struct.pack("<I", page_size), adapter.encode(), salt, tenant.encode())
+    fields = (
+        fingerprint,
+        kv_dtype.encode(),
+        struct.pack("<I", page_size),
+        adapter.encode(),
+        salt,
+        tenant.encode(),
+    )
     framed = b"".join(struct.pack("<I", len(field)) + field for field in fields)
     return hashlib.sha256(b"forebay/1" + framed).digest()
 

@@ -473,7 +473,18 @@ ToPlanner = Submit | Abort | Flush | CancelFlush
 ToFrontend = Outputs | FlushDone | Snapshot
 ToWorker = Allocate | Plan | Stop
 ToWorkerIo = Ticket | Cancel | Store | StagedTicket | StagedReturn
-FromWorker = Hello | Loaded | Ready | PlanDone | TransferDone | FetchProgress | StagedTaken | StoreDone | Heartbeat | Fault
+FromWorker = (
+    Hello
+    | Loaded
+    | Ready
+    | PlanDone
+    | TransferDone
+    | FetchProgress
+    | StagedTaken
+    | StoreDone
+    | Heartbeat
+    | Fault
+)
 
 T = TypeVar("T")
 _VERSION = bytes([PROTOCOL_VERSION])
@@ -494,10 +505,14 @@ class Decoder(Generic[T]):
     def __call__(self, frame: bytes | memoryview) -> T:
         """Raises ``MessageError`` if the frame is too long, of another version, or not a message of this channel."""
         if len(frame) > MAX_FRAME_BYTES:
-            raise MessageError(f"frame of {len(frame)} bytes; at most {MAX_FRAME_BYTES} are allowed")
+            raise MessageError(
+                f"frame of {len(frame)} bytes; at most {MAX_FRAME_BYTES} are allowed"
+            )
         if not len(frame) or frame[0] != PROTOCOL_VERSION:
             got = frame[0] if len(frame) else "none"
-            raise MessageError(f"frame of protocol version {got}; this side speaks {PROTOCOL_VERSION}")
+            raise MessageError(
+                f"frame of protocol version {got}; this side speaks {PROTOCOL_VERSION}"
+            )
         try:
             return self._decode(memoryview(frame)[1:])
         except (msgspec.DecodeError, ValueError) as error:

@@ -26,7 +26,12 @@ class PageCache:
     """L1 and L2 of one epoch. ``retired``: the newest plan that has retired. ``staging``: host pages are there for transfers alone."""
 
     def __init__(
-        self, device_pages: int, host_pages: int, retired: int, staging: bool = False, ledger: FetchLedger | None = None
+        self,
+        device_pages: int,
+        host_pages: int,
+        retired: int,
+        staging: bool = False,
+        ledger: FetchLedger | None = None,
     ) -> None:
         self.staging = staging
         self.ledger = ledger or FetchLedger()
@@ -161,7 +166,13 @@ class PageCache:
 
     # ------------------------------------------------------------------------------------------ giving up
 
-    def release(self, path: Sequence[Node], pages: Sequence[int], after_plan: int, loaded: Sequence[Node] = ()) -> None:
+    def release(
+        self,
+        path: Sequence[Node],
+        pages: Sequence[int],
+        after_plan: int,
+        loaded: Sequence[Node] = (),
+    ) -> None:
         """Give up device pins, a request's own pages and host pins of a LOAD once plan ``after_plan`` has retired."""
         if after_plan <= self.retired:
             self._let_go(Fenced(path, pages, loaded), REQUEST)
@@ -181,7 +192,9 @@ class PageCache:
         """Evict all that nothing pins; returns the number of pages freed."""
         freed = 0
         progress = True
-        while progress:  # a device page may go only once its node's children have gone from the host, and so on
+        while (
+            progress
+        ):  # a device page may go only once its node's children have gone from the host, and so on
             progress = False
             for tier in tiers:
                 pool = self._pool(tier)

@@ -81,7 +81,9 @@ class PagePool:
         self._free.append(page)
 
     def _move(self, page: int, source: Owner, target: Owner) -> None:
-        assert self._owner[page] == source, f"page {page} belongs to {Owner(self._owner[page]).name}, not {source.name}"
+        assert self._owner[page] == source, (
+            f"page {page} belongs to {Owner(self._owner[page]).name}, not {source.name}"
+        )
         self._owner[page] = target
         self._counts[source] -= 1
         self._counts[target] += 1

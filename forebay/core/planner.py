@@ -177,13 +177,18 @@ class Planner:
     @property
     def is_saving(self) -> bool:
         """Pages are on their way to the store."""
-        return self.config.has_store and bool(self.replica.backups.in_flight or self.replica.stores.is_busy)
+        return self.config.has_store and bool(
+            self.replica.backups.in_flight or self.replica.stores.is_busy
+        )
 
     def next_deadline(self) -> float | None:
         """When a step is due even if no event comes."""
         flush = min((pending.deadline for pending in self._flushes), default=None)
         ticket = self.replica.tickets.next_deadline()
-        return min((due for due in (flush, ticket, self.replica.gives_way_until) if due is not None), default=None)
+        return min(
+            (due for due in (flush, ticket, self.replica.gives_way_until) if due is not None),
+            default=None,
+        )
 
     def _take(self, now: float, event: Event) -> None:
         match event:
@@ -213,9 +218,14 @@ class Planner:
             case Flush():
                 self._flushes.append(PendingFlush(event, now + event.timeout_s))
             case CancelFlush():
-                self._flushes = deque(pending for pending in self._flushes if pending.flush.call != event.call)
+                self._flushes = deque(
+                    pending for pending in self._flushes if pending.flush.call != event.call
+                )
             case GridReady():
-                if event.epoch == self.epoch and self.state in (GridState.STARTING, GridState.RESTARTING):
+                if event.epoch == self.epoch and self.state in (
+                    GridState.STARTING,
+                    GridState.RESTARTING,
+                ):
                     self._grid_ready(now, event)
             case GridLost():
                 if event.epoch == self.epoch and self.state is not GridState.FAILED:
@@ -229,14 +239,20 @@ class Planner:
         if problem:
             self._reject(submit, FinishReason.ERROR, problem)
             return
-        request = Request(submit, self._root(submit.salt), config.page_size, replica.next_arrival(), now)
+        request = Request(
+            submit, self._root(submit.salt), config.page_size, replica.next_arrival(), now
+        )
         too_long = self._too_long(request)
         if self.state is GridState.FAILED:
             self._reject(submit, FinishReason.ERROR, f"the grid has failed: {self.detail}")
         elif too_long:
             self._reject(submit, FinishReason.REJECTED_TOO_LONG, too_long)
         elif len(replica.requests) >= config.max_running + config.max_waiting:
-            self._reject(submit, FinishReason.REJECTED_FULL, f"{len(replica.requests)} requests are running or waiting already")
+            self._reject(
+                submit,
+                FinishReason.REJECTED_FULL,
+                f"{len(replica.requests)} requests are running or waiting already",
+            )
         else:
             replica.requests[request.request_id] = request
             replica.waiting.add(request)
@@ -253,7 +269,10 @@ class Planner:
         if total > self.config.max_context:
             return f"prompt and max_tokens are {total} tokens together; the context is {self.config.max_context}"
         cache = self.replica.cache
-        if cache is not None and (pages := self.replica.pages_at_most(request)) > cache.device.capacity:
+        if (
+            cache is not None
+            and (pages := self.replica.pages_at_most(request)) > cache.device.capacity
+        ):
             return (
                 f"prompt and max_tokens need {pages} pages of {self.config.page_size} tokens; "
                 f"device memory has {cache.device.capacity} (see --device-memory)"
@@ -289,7 +308,9 @@ class Planner:
         record.waits_for.remove(done.rank)
         if done.rank == 0:
             record.first_stage_s = done.forward_s
-        self.replica.spans.append(TimedSpan(SpanKind.ACK, record.built_at, now, record.number, part=done.rank))
+        self.replica.spans.append(
+            TimedSpan(SpanKind.ACK, record.built_at, now, record.number, part=done.rank)
+        )
         if done.rank == self.config.sampling_rank and not self._accept_samples(now, record, done):
             return
         while in_flight and not in_flight[0].waits_for:
@@ -297,7 +318,9 @@ class Planner:
 
     # ------------------------------------------------------------------------------------------ transfers
 
-    def _transferred(self, now: float, done: TransferDone | FetchProgress | StagedTaken | StoreDone) -> None:
+    def _transferred(
+        self, now: float, done: TransferDone | FetchProgress | StagedTaken | StoreDone
+    ) -> None:
         replica = self.replica
         assert replica.cache is not None
         try:
@@ -363,9 +386,15 @@ class Planner:
     def _accept_samples(self, now: float, record: InFlight, done: PlanDone) -> bool:
         """Tokens of requests that ended meanwhile are dropped. False if the samples are not what the plan asked for."""
         if [sample.slot for sample in done.samples] != record.slots:
-            self._lose_grid(f"rank {done.rank} sampled other slots than plan {done.number} asked for")
+            self._lose_grid(
+                f"rank {done.rank} sampled other slots than plan {done.number} asked for"
+            )
             return False
-        outputs, decodes, max_context = self._effects.outputs, self.replica.decodes, self.config.max_context
+        outputs, decodes, max_context = (
+            self._effects.outputs,
+            self.replica.decodes,
+            self.config.max_context,
+        )
         running, stop, earlier = RequestState.RUNNING, FinishReason.STOP, len(outputs)
         for sample, request in zip(done.samples, record.sampling, strict=True):
             if request.state is not running or request.last_plan != record.number:
@@ -377,7 +406,9 @@ class Planner:
                 self.replica.spans.append(request.prefill_span(now, record.number))
             stop_token = token if reason is stop and token not in request.eos else None
             logprobs = () if sample.logprobs is None else (sample.logprobs,)
-            outputs.append(Output(request.request_id, (token,), logprobs, usage, reason, stop_token))
+            outputs.append(
+                Output(request.request_id, (token,), logprobs, usage, reason, stop_token)
+            )
             if reason is None:
                 decodes.append(request)
             else:
@@ -394,14 +425,18 @@ class Planner:
         self.replica.pace.observe(record.work, now - started)
         self.replica.first_stage.observe(record.work, record.first_stage_s)
         self.replica.last_retired_at = now
-        self.replica.spans.append(TimedSpan(SpanKind.PLAN, record.built_at, now, record.number, record.tokens))
+        self.replica.spans.append(
+            TimedSpan(SpanKind.PLAN, record.built_at, now, record.number, record.tokens)
+        )
         self.counters.plan_retired(now - record.built_at)
 
     # ------------------------------------------------------------------------------------------ the grid
 
     def _grid_ready(self, now: float, ready: GridReady) -> None:
         replica = self.replica
-        replica.start_epoch(ready.epoch, ready.device_pages, ready.host_pages, ready.s_per_token, now)
+        replica.start_epoch(
+            ready.epoch, ready.device_pages, ready.host_pages, ready.s_per_token, now
+        )
         self._heard = [now] * self.config.ranks
         self.was_ready = True
         self._set_state(GridState.READY, "")
@@ -415,30 +450,44 @@ class Planner:
         config, in_flight = self.config, self.replica.in_flight
         longest_s = now - min(self._heard)
         if longest_s > config.silence_s:
-            self._lose_grid(f"rank {self._heard.index(min(self._heard))} has been silent for {longest_s:.1f} s")
+            self._lose_grid(
+                f"rank {self._heard.index(min(self._heard))} has been silent for {longest_s:.1f} s"
+            )
             return
         if in_flight:
             waited = now - max(in_flight[0].built_at, self.replica.last_retired_at)
-            limit = config.late_base_s + config.late_factor * self.replica.pace.predict(in_flight[0].work)
+            limit = config.late_base_s + config.late_factor * self.replica.pace.predict(
+                in_flight[0].work
+            )
             if waited > limit:
                 ranks = sorted(in_flight[0].waits_for)
-                self._lose_grid(f"plan {in_flight[0].number} waits for ranks {ranks} since {waited:.1f} s (limit {limit:.1f} s)")
+                self._lose_grid(
+                    f"plan {in_flight[0].number} waits for ranks {ranks} since {waited:.1f} s (limit {limit:.1f} s)"
+                )
 
     def _lose_grid(self, reason: str, hopeless: bool = False, faulted: bool = False) -> None:
         """A new epoch: device pages forgotten, requests kept with the tokens they have emitted (rule R3)."""
         if hopeless and not self.was_ready:
             self._fail(reason)
             return
-        if self.state is not GridState.READY or self.replica.requests:  # a grid that stood idle had nothing to bring forward
+        if (
+            self.state is not GridState.READY or self.replica.requests
+        ):  # a grid that stood idle had nothing to bring forward
             self._restarts_without_progress += 1
         given_up = self._blame(faulted)
         if given_up and faulted:
             self._restarts_without_progress = 0
         if self._restarts_without_progress > self.config.max_restarts:
-            self._fail(f"{self.config.max_restarts} restarts in a row brought no token; last: {reason}")
+            self._fail(
+                f"{self.config.max_restarts} restarts in a row brought no token; last: {reason}"
+            )
             return
         for request in given_up:
-            self._finish(request, FinishReason.ERROR, f"the grid was lost {request.losses} times on this request: {reason}")
+            self._finish(
+                request,
+                FinishReason.ERROR,
+                f"the grid was lost {request.losses} times on this request: {reason}",
+            )
         self.replica.lose_grid()
         self.epoch += 1
         self.counters.worker_restarts += 1
@@ -455,7 +504,11 @@ class Planner:
             request.losses += 1
             request.suspect |= faulted
             request.faults_alone += faulted and len(accused) == 1
-        return [request for request in accused if request.losses >= MAX_LOSSES or request.faults_alone >= MAX_FAULTS_ALONE]
+        return [
+            request
+            for request in accused
+            if request.losses >= MAX_LOSSES or request.faults_alone >= MAX_FAULTS_ALONE
+        ]
 
     def _fail(self, reason: str) -> None:
         for request in tuple(self.replica.requests.values()):
@@ -485,7 +538,11 @@ class Planner:
             release_ready(request, cache)
         kept: deque[PendingFlush] = deque()
         for pending in self._flushes:
-            if Tier.HOST in pending.tiers and self.replica.stores.is_busy and now < pending.deadline:
+            if (
+                Tier.HOST in pending.tiers
+                and self.replica.stores.is_busy
+                and now < pending.deadline
+            ):
                 kept.append(pending)
                 continue
             pending.freed += cache.flush(pending.tiers)
@@ -493,7 +550,11 @@ class Planner:
             if held and now < pending.deadline and not self.replica.is_idle:
                 kept.append(pending)
             else:
-                busy = (f"{len(self.replica.running)} running requests; {held} pages in use",) if held else ()
+                busy = (
+                    (f"{len(self.replica.running)} running requests; {held} pages in use",)
+                    if held
+                    else ()
+                )
                 self._effects.flushed.append(FlushDone(pending.flush.call, pending.freed, busy))
         self._flushes = kept
 
@@ -523,7 +584,9 @@ class Planner:
             plan_s_sum=counters.plan_s_sum,
             detail=self.detail,
             tickets=dict(replica.tickets.outcomes),
-            unused_tokens={why: pages * self.config.page_size for why, pages in replica.ledger.unused.items()},
+            unused_tokens={
+                why: pages * self.config.page_size for why, pages in replica.ledger.unused.items()
+            },
             stored_pages=replica.stores.stored_pages,
             store_failures=replica.stores.failed_pages,
         )

@@ -98,12 +98,20 @@ class Replica:
     cache: PageCache | None = None
     requests: dict[str, Request] = field(default_factory=dict)
     waiting: WaitingQueue = field(default_factory=WaitingQueue)
-    unasked: list[Request] = field(default_factory=list)  # came to wait, and have not asked the store for what they miss
+    unasked: list[Request] = field(
+        default_factory=list
+    )  # came to wait, and have not asked the store for what they miss
     running: list[Request] = field(default_factory=list)  # in order of admission
-    decodes: deque[Request] = field(default_factory=deque)  # their next token may be computed, longest waiting first
-    computing: dict[bytes, Request] = field(default_factory=dict)  # full pages that a running request has yet to compute
+    decodes: deque[Request] = field(
+        default_factory=deque
+    )  # their next token may be computed, longest waiting first
+    computing: dict[bytes, Request] = field(
+        default_factory=dict
+    )  # full pages that a running request has yet to compute
     in_flight: deque[InFlight] = field(default_factory=deque)
-    loads: list[Node] = field(default_factory=list)  # host pages that the next plan brings to the device
+    loads: list[Node] = field(
+        default_factory=list
+    )  # host pages that the next plan brings to the device
     backups: BackupQueue = field(init=False)
     stores: StoreQueue = field(init=False)
     ledger: FetchLedger = field(default_factory=FetchLedger)  # of all epochs
@@ -113,7 +121,9 @@ class Replica:
     built: int = 0
     digest: bytes = ZERO
     last_retired_at: float = 0.0
-    gives_way_until: float | None = None  # when a waiting request will let those that fetch go first no longer
+    gives_way_until: float | None = (
+        None  # when a waiting request will let those that fetch go first no longer
+    )
     retractions: int = 0
     spans: list[TimedSpan] = field(default_factory=list)  # since the last step
     cached_device_tokens: int = 0
@@ -127,7 +137,14 @@ class Replica:
         self.backups = BackupQueue(config.staging)
         self.stores = StoreQueue(config.staging)
         shape = (config.pp, config.tp)
-        self.tickets = TicketDesk(config.page_size, shape, config.fetch_policy, config.fetch_threshold, self.ledger, config.staged)
+        self.tickets = TicketDesk(
+            config.page_size,
+            shape,
+            config.fetch_policy,
+            config.fetch_threshold,
+            self.ledger,
+            config.staged,
+        )
 
     def next_arrival(self) -> int:
         self._arrivals += 1
@@ -152,9 +169,13 @@ class Replica:
         assert request.params.max_tokens is not None
         return self.pages_for(request.prompt_tokens + request.params.max_tokens - 1)
 
-    def start_epoch(self, epoch: int, device_pages: int, host_pages: int, s_per_token: float, now: float) -> None:
+    def start_epoch(
+        self, epoch: int, device_pages: int, host_pages: int, s_per_token: float, now: float
+    ) -> None:
         self.tickets.epoch = epoch
-        self.cache = PageCache(device_pages, host_pages, self.built, self.config.staging, self.ledger)
+        self.cache = PageCache(
+            device_pages, host_pages, self.built, self.config.staging, self.ledger
+        )
         self.digest = ZERO
         self.pace = Pace(s_per_token)
         self.first_stage = Pace(s_per_token / self.config.pp)
@@ -164,7 +185,11 @@ class Replica:
     def at_work(self) -> list[Request]:
         """Requests for which a rank computes or fetches right now."""
         planned = {id(request) for record in self.in_flight for request in record.requests}
-        return [request for request in self.requests.values() if request.phase is Phase.FETCHING or id(request) in planned]
+        return [
+            request
+            for request in self.requests.values()
+            if request.phase is Phase.FETCHING or id(request) in planned
+        ]
 
     def lose_grid(self) -> None:
         """Pages and plans in flight are gone; running requests wait again, with the tokens they have emitted.

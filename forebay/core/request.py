@@ -96,7 +96,9 @@ class Request:
         "usage",
     )
 
-    def __init__(self, submit: Submit, root: bytes, page_size: int, arrival: int, arrived_at: float) -> None:
+    def __init__(
+        self, submit: Submit, root: bytes, page_size: int, arrival: int, arrived_at: float
+    ) -> None:
         self.request_id = submit.request_id
         self.number = request_number(submit.request_id)
         self.params = submit.params
@@ -106,7 +108,9 @@ class Request:
         self.prompt_tokens = len(unpack_tokens(submit.prompt))
         assert submit.params.max_tokens is not None
         self.last_length = self.prompt_tokens + submit.params.max_tokens
-        self.stops = frozenset(submit.params.stop_token_ids) | (frozenset() if submit.params.ignore_eos else frozenset(submit.eos))
+        self.stops = frozenset(submit.params.stop_token_ids) | (
+            frozenset() if submit.params.ignore_eos else frozenset(submit.eos)
+        )
         self.root = root
         self.page_bytes = page_size * TOKEN_BYTES
         self.arrived_at = arrived_at
@@ -131,7 +135,9 @@ class Request:
         self.table: list[int] = []
         self.nodes: list[Node] = []
         self.twins: list[Twin] = []
-        self.remaps: list[tuple[int, int]] = []  # (table index, page) that the workers have not been told yet
+        self.remaps: list[
+            tuple[int, int]
+        ] = []  # (table index, page) that the workers have not been told yet
         self.cached = 0
         self.computed = 0
         self.overtaken = 0
@@ -174,14 +180,23 @@ class Request:
 
     def queue_span(self, now: float) -> TimedSpan:
         """From arrival to its first admission, ``now``."""
-        return TimedSpan(SpanKind.QUEUE, self.arrived_at, now, value=self.computed, request=self.number)
+        return TimedSpan(
+            SpanKind.QUEUE, self.arrived_at, now, value=self.computed, request=self.number
+        )
 
     def prefill_span(self, now: float, plan: int) -> TimedSpan:
         """From first admission to the first token, which ``plan`` has yielded."""
         assert self.usage is not None
         cached = self.usage.cached_device + self.usage.cached_host + self.usage.cached_store
         admitted_at = self.arrived_at + self.usage.queue_s
-        return TimedSpan(SpanKind.PREFILL, admitted_at, now, plan, self.prompt_tokens - cached, request=self.number)
+        return TimedSpan(
+            SpanKind.PREFILL,
+            admitted_at,
+            now,
+            plan,
+            self.prompt_tokens - cached,
+            request=self.number,
+        )
 
     def tokens(self, start: int, stop: int) -> bytes:
         """Packed tokens of positions ``start`` to ``stop``."""

@@ -50,7 +50,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         _within("n", self.n, 1, MAX_N)
         if self.max_tokens is not None:
             _within("max_tokens", self.max_tokens, 1, 2**31 - 1)
-        _within("min_tokens", self.min_tokens, 0, self.max_tokens if self.max_tokens is not None else 2**31 - 1)
+        _within(
+            "min_tokens",
+            self.min_tokens,
+            0,
+            self.max_tokens if self.max_tokens is not None else 2**31 - 1,
+        )
         _within("temperature", self.temperature, 0.0, 100.0)
         if not 0.0 < self.top_p <= 1.0:
             raise ValueError(f"top_p is {self.top_p}; it must be above 0 and at most 1")
@@ -63,14 +68,22 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         if self.seed is not None:
             _within("seed", self.seed, -(2 ** (SEED_BITS - 1)), 2**SEED_BITS - 1)
         if len(self.stop) > MAX_STOP_STRINGS:
-            raise ValueError(f"stop has {len(self.stop)} strings; at most {MAX_STOP_STRINGS} are allowed")
+            raise ValueError(
+                f"stop has {len(self.stop)} strings; at most {MAX_STOP_STRINGS} are allowed"
+            )
         for text in self.stop:
             if not 0 < len(text) <= MAX_STOP_STRING_CHARS:
-                raise ValueError(f"a stop string has {len(text)} characters; 1 to {MAX_STOP_STRING_CHARS} are allowed")
+                raise ValueError(
+                    f"a stop string has {len(text)} characters; 1 to {MAX_STOP_STRING_CHARS} are allowed"
+                )
         if len(self.stop_token_ids) > MAX_STOP_TOKENS:
-            raise ValueError(f"stop_token_ids has {len(self.stop_token_ids)} ids; at most {MAX_STOP_TOKENS} are allowed")
+            raise ValueError(
+                f"stop_token_ids has {len(self.stop_token_ids)} ids; at most {MAX_STOP_TOKENS} are allowed"
+            )
         if len(self.logit_bias) > MAX_LOGIT_BIAS:
-            raise ValueError(f"logit_bias has {len(self.logit_bias)} entries; at most {MAX_LOGIT_BIAS} are allowed")
+            raise ValueError(
+                f"logit_bias has {len(self.logit_bias)} entries; at most {MAX_LOGIT_BIAS} are allowed"
+            )
         for bias in self.logit_bias.values():
             _within("logit_bias", bias, -100.0, 100.0)
         if self.logprobs is not None:
@@ -83,7 +96,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     @property
     def has_penalties(self) -> bool:
         """Whether the sampler must know the tokens that came before."""
-        return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
+        return (
+            self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+            or self.repetition_penalty != 1.0
+        )
 
     def replace(self, **changes: object) -> Self:
         return msgspec.structs.replace(self, **changes)

@@ -18,13 +18,17 @@ class SpanKind(StrEnum):
     REQUEST = "request"  # frontend: submitted to finished; value = tokens out, request
     TTFT = "ttft"  # frontend: submitted to first token; request
     QUEUE = "queue"  # planner: arrival to first admission; value = cached prompt tokens, request
-    QUERY = "query"  # planner: the store asked and answered; id = query, value = pages found, request
+    QUERY = (
+        "query"  # planner: the store asked and answered; id = query, value = pages found, request
+    )
     TICKET = "ticket"  # planner: issued to every rank's final word; id = transfer, value = safe pages, request = who asked first
     PREFILL = "prefill"  # planner: first admission to first token; id = the plan that yields it, value = computed tokens, request
     PLAN = "plan"  # planner: built to retired; id = plan, value = tokens
     ACK = "ack"  # planner: a plan built to one rank's acknowledgement; id = plan, part = rank
     APPLY = "apply"  # rank: a plan applied to the mirror, its batch made; id = plan, value = pieces
-    RECEIVE = "receive"  # rank: waiting for hidden states of the stage before; id = plan, value = tokens
+    RECEIVE = (
+        "receive"  # rank: waiting for hidden states of the stage before; id = plan, value = tokens
+    )
     FORWARD = "forward"  # rank: its layers; id = plan, value = tokens, part = stage
     LOAD_WAIT = "load-wait"  # rank: the forward pass waiting for a layer's load; id = plan, part = layer of the stage
     SAMPLE = "sample"  # rank: choosing tokens; id = plan, value = tokens
@@ -49,4 +53,6 @@ class TimedSpan(Struct, frozen=True, gc=False):
 
 def request_number(request_id: str) -> int:
     """A number for a request that frontend and planner find alike: 63 bits of its id's BLAKE2b."""
-    return int.from_bytes(hashlib.blake2b(request_id.encode(), digest_size=8).digest(), "little") >> 1
+    return (
+        int.from_bytes(hashlib.blake2b(request_id.encode(), digest_size=8).digest(), "little") >> 1
+    )

@@ -52,4 +52,8 @@ class Walk:
         """``rank`` has said its final word; once its whole stage has, the stage before may."""
         stage = rank // self.tp
         mine = range(stage * self.tp, (stage + 1) * self.tp)
-        return StagedReturn(self.epoch, self.transfer, stage - 1) if stage and not running.intersection(mine) else None
+        return (
+            StagedReturn(self.epoch, self.transfer, stage - 1)
+            if stage and not running.intersection(mine)
+            else None
+        )

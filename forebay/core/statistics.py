@@ -24,4 +24,6 @@ class Counters:
 
 def tier_use(pool: PagePool) -> TierUse:
     held = pool.count(Owner.FENCED) + pool.count(Owner.TRANSFER)
-    return TierUse(pool.capacity, pool.free, pool.count(Owner.NODE), pool.count(Owner.REQUEST), held)
+    return TierUse(
+        pool.capacity, pool.free, pool.count(Owner.NODE), pool.count(Owner.REQUEST), held
+    )

@@ -110,8 +110,14 @@ class StoreQueue:
         if not nodes:
             return None
         self._transfers += 1
-        self._batches[self._transfers] = _Batch(nodes, set(range(ranks)), bytearray(b"\1" * len(nodes)))
-        return Store(epoch, self._transfers, tuple(PageKey(node.pages[HOST], node.hash, node.group) for node in nodes))
+        self._batches[self._transfers] = _Batch(
+            nodes, set(range(ranks)), bytearray(b"\1" * len(nodes))
+        )
+        return Store(
+            epoch,
+            self._transfers,
+            tuple(PageKey(node.pages[HOST], node.hash, node.group) for node in nodes),
+        )
 
     def done(self, cache: PageCache, ack: StoreDone) -> None:
         """Fold one rank's acknowledgement. Raises ``ProtocolError``."""

@@ -164,7 +164,9 @@ class TicketDesk:
         self._s_per_page = 0.0  # 0: not measured yet
         self._refusals = 0
         self.epoch = 0
-        self.grid_is_busy = False  # a plan is in flight: who looks between forwards does not look now
+        self.grid_is_busy = (
+            False  # a plan is in flight: who looks between forwards does not look now
+        )
         self.orders = Orders()
         self.spans: list[TimedSpan] = []  # since the last step
         self.outcomes: Counter[str] = Counter()
@@ -172,12 +174,20 @@ class TicketDesk:
     @property
     def held_pages(self) -> list[int]:
         """Host pages that tickets own, for the invariants."""
-        return [page for flight in self._flights.values() for page in flight.pages[flight.settled :]]
+        return [
+            page for flight in self._flights.values() for page in flight.pages[flight.settled :]
+        ]
 
     @property
     def pages_under_way(self) -> int:
         """Pages counted as wanted of which nobody knows yet what they will come to, for the invariants."""
-        fetching = sum([len(flight.pages) - flight.settled for flight in self._flights.values() if not flight.counted])
+        fetching = sum(
+            [
+                len(flight.pages) - flight.settled
+                for flight in self._flights.values()
+                if not flight.counted
+            ]
+        )
         return fetching + sum([len(refusal.hashes) for refusal in self._retries.values()])
 
     @property
@@ -194,7 +204,10 @@ class TicketDesk:
         return orders
 
     def next_deadline(self) -> float | None:
-        times = [due if request.phase is Phase.ASKING else due + FORGET_S for request, due, _ in self._queries.values()]
+        times = [
+            due if request.phase is Phase.ASKING else due + FORGET_S
+            for request, due, _ in self._queries.values()
+        ]
         times += [flight.deadline for flight in self._flights.values() if not flight.cancelled]
         return min(times, default=None)
 
@@ -228,7 +241,9 @@ class TicketDesk:
         request.phase = Phase.ASKING
         return True
 
-    def answered(self, done: QueryDone, cache: PageCache, now: float, compute_s: float, pending: bool) -> None:
+    def answered(
+        self, done: QueryDone, cache: PageCache, now: float, compute_s: float, pending: bool
+    ) -> None:
         """The store's answer, folded over all ranks by the store itself. ``pending``: what it misses may just be on its way there.
 
         ``compute_s``: what computing a page would take.
@@ -244,7 +259,11 @@ class TicketDesk:
         if request.state is not RequestState.WAITING:
             self._ledger.refuse("query_late", len(stored))
             return
-        self.spans.append(TimedSpan(SpanKind.QUERY, due - QUERY_S, now, done.number, done.pages, request=request.number))
+        self.spans.append(
+            TimedSpan(
+                SpanKind.QUERY, due - QUERY_S, now, done.number, done.pages, request=request.number
+            )
+        )
         request.phase = Phase.SETTLED
         missing = self._missing(request, cache)
         if stored and missing and missing[0] != stored[0] and stored[0] in missing:
@@ -308,7 +327,9 @@ class TicketDesk:
         if len(self._flights) >= TICKETS_AT_ONCE or (self._staged and self.grid_is_busy):
             self.orders.hints.append(Hint(tuple(hashes), group))
         walk = Walk(self.epoch, self._number, keys, *self._shape) if self._staged else None
-        self.orders.tickets.append(Ticket(self.epoch, self._number, keys) if walk is None else walk.advance())
+        self.orders.tickets.append(
+            Ticket(self.epoch, self._number, keys) if walk is None else walk.advance()
+        )
         flight = _Flight(
             hashes=hashes,
             pages=pages,
@@ -365,7 +386,9 @@ class TicketDesk:
         """What was refused is wanted anew, unless there is no asking any more."""
         self._ledger.wanted -= len(refusal.hashes)
         if not self.ask(request, cache, now):
-            self._ledger.refuse(refusal.why, len([hash for hash in refusal.hashes if cache.tree.get(hash) is None]))
+            self._ledger.refuse(
+                refusal.why, len([hash for hash in refusal.hashes if cache.tree.get(hash) is None])
+            )
 
     # ------------------------------------------------------------------------------------------ each step
 
@@ -374,7 +397,9 @@ class TicketDesk:
         self._step += 1
         for number, (request, due, asked) in tuple(self._queries.items()):
             if now >= due and request.phase is Phase.ASKING:
-                request.phase = Phase.SETTLED  # a late hit may still issue a ticket while the request waits
+                request.phase = (
+                    Phase.SETTLED
+                )  # a late hit may still issue a ticket while the request waits
                 self.outcomes["query_late"] += 1
             if now >= due + FORGET_S:
                 del self._queries[number]
@@ -411,8 +436,14 @@ class TicketDesk:
     def progressed(self, ack: FetchProgress, cache: PageCache, now: float) -> None:
         """Fold one rank's acknowledgement. Raises ``ProtocolError``."""
         flight = self._flights.get(ack.transfer)
-        if flight is None or ack.rank not in flight.running or not flight.progress[ack.rank] <= ack.pages <= len(flight.pages):
-            raise ProtocolError(f"rank {ack.rank} acknowledged {ack.pages} pages of ticket {ack.transfer}, which it was not asked for")
+        if (
+            flight is None
+            or ack.rank not in flight.running
+            or not flight.progress[ack.rank] <= ack.pages <= len(flight.pages)
+        ):
+            raise ProtocolError(
+                f"rank {ack.rank} acknowledged {ack.pages} pages of ticket {ack.transfer}, which it was not asked for"
+            )
         flight.progress[ack.rank] = ack.pages
         if ack.found is not None:
             flight.found = min(flight.found, max(ack.found, ack.pages))
@@ -429,7 +460,9 @@ class TicketDesk:
         """A rank has come to a staged ticket. Raises ``ProtocolError``."""
         flight = self._flights.get(ack.transfer)
         if flight is None or flight.walk is None or not flight.walk.expects(ack.rank):
-            raise ProtocolError(f"rank {ack.rank} took staged ticket {ack.transfer}, which it was not given")
+            raise ProtocolError(
+                f"rank {ack.rank} took staged ticket {ack.transfer}, which it was not given"
+            )
         self._begin(flight, now)
         if not flight.cancelled:
             self._order(flight.walk.taken(ack.rank))
@@ -443,7 +476,9 @@ class TicketDesk:
         self._give_up_retry(request.request_id)
         for number, query in tuple(self._queries.items()):
             if query.request is request:
-                self._stop_hearing(number, "query_late" if request.phase is Phase.SETTLED else "aborted")
+                self._stop_hearing(
+                    number, "query_late" if request.phase is Phase.SETTLED else "aborted"
+                )
         if cache is None:
             return
         for number, flight in tuple(self._flights.items()):
@@ -493,7 +528,11 @@ class TicketDesk:
             self._measure(flight, now)
             self._count(flight)
         self._count_pages(flight, lost)
-        self.spans.append(TimedSpan(SpanKind.TICKET, flight.issued_at, now, number, flight.safe, request=flight.asker))
+        self.spans.append(
+            TimedSpan(
+                SpanKind.TICKET, flight.issued_at, now, number, flight.safe, request=flight.asker
+            )
+        )
         self._forget_hashes(number, flight)
         for page in flight.pages[flight.settled :]:
             cache.free_host(page)
@@ -584,7 +623,9 @@ class TicketDesk:
     def _measure(self, flight: _Flight, now: float) -> None:
         if flight.safe:
             seconds = (now - flight.issued_at) / flight.safe
-            self._s_per_page += (seconds - self._s_per_page) * (SMOOTHING if self._s_per_page else 1.0)
+            self._s_per_page += (seconds - self._s_per_page) * (
+                SMOOTHING if self._s_per_page else 1.0
+            )
 
     def _forget_hashes(self, number: int, flight: _Flight) -> None:
         for hash in flight.hashes:

@@ -18,7 +18,9 @@ from forebay.core.page_cache import PageCache
 from forebay.core.tree import DEVICE, HOST, NONE, Node
 
 MAX_BACKUP_PAGES = 128
-MAX_PASSED_OVER = 64  # of those that wait for a host page, at most this many are looked at in one step
+MAX_PASSED_OVER = (
+    64  # of those that wait for a host page, at most this many are looked at in one step
+)
 SELECTIVE_HITS = 2
 WRITE_BACK_FREE_SHARE = 0.1
 
@@ -51,7 +53,10 @@ class BackupQueue:
     @property
     def in_flight(self) -> dict[int, Sequence[tuple[Node, int]]]:
         """(node, host page) of each transfer under way, for the invariants."""
-        return {number: list(zip(flight.nodes, flight.pages, strict=True)) for number, flight in self._in_flight.items()}
+        return {
+            number: list(zip(flight.nodes, flight.pages, strict=True))
+            for number, flight in self._in_flight.items()
+        }
 
     def want(self, node: Node) -> None:
         if self._staging and (node.stored or node.storing):
@@ -84,12 +89,19 @@ class BackupQueue:
             return None
         self._transfers += 1
         self._in_flight[self._transfers] = _InFlight(nodes, pages, set(range(ranks)), len(nodes))
-        return Backup(self._transfers, tuple(Copy(node.page, page) for node, page in zip(nodes, pages, strict=True)))
+        return Backup(
+            self._transfers,
+            tuple(Copy(node.page, page) for node, page in zip(nodes, pages, strict=True)),
+        )
 
     def done(self, cache: PageCache, ack: TransferDone) -> list[Node]:
         """Fold one rank's acknowledgement; the nodes that are in host memory now. Raises ``ProtocolError``."""
         flight = self._in_flight.get(ack.transfer)
-        if flight is None or ack.rank not in flight.waits_for or not 0 <= ack.pages <= len(flight.nodes):
+        if (
+            flight is None
+            or ack.rank not in flight.waits_for
+            or not 0 <= ack.pages <= len(flight.nodes)
+        ):
             raise ProtocolError(
                 f"rank {ack.rank} acknowledged {ack.pages} pages of transfer {ack.transfer}, which it was not asked for"
             )
@@ -111,7 +123,13 @@ class BackupQueue:
         if node.stale or node.pages[DEVICE] == NONE or node.pages[HOST] != NONE:
             return False
         parent = node.parent
-        return self._staging or parent is None or parent.wanted or parent.saving or parent.pages[HOST] != NONE
+        return (
+            self._staging
+            or parent is None
+            or parent.wanted
+            or parent.saving
+            or parent.pages[HOST] != NONE
+        )
 
     def _may_be_saved(self, node: Node) -> bool:
         """It is still there, and its parent has a host page or will have one before it."""

@@ -188,7 +188,11 @@ class PrefixTree:
                 above = node.parent
                 while above is not None and above.pages[DEVICE] == NONE:
                     above = above.parent
-                if above is not None and not above.pins[DEVICE] and (self._staging or above.pages[HOST] == NONE):
+                if (
+                    above is not None
+                    and not above.pins[DEVICE]
+                    and (self._staging or above.pages[HOST] == NONE)
+                ):
                     return self._take(node, HOST)
         return None
 

@@ -34,7 +34,9 @@ async def health(service: Service, _: Request) -> Response:
     if not engine.is_ticking:
         return _state(503, "silent", "the planner has not been heard for a while")
     snapshot = engine.snapshot
-    return _json({"state": snapshot.state, "detail": snapshot.detail, "store": _store(snapshot.store)})
+    return _json(
+        {"state": snapshot.state, "detail": snapshot.detail, "store": _store(snapshot.store)}
+    )
 
 
 async def ready(service: Service, _: Request) -> Response:
@@ -70,10 +72,25 @@ async def cache(service: Service, _: Request) -> Response:
     """Capacity and use by tier (pages of each rank; the store's in bytes), hits in tokens. Raises ``EngineDown`` before there is a
     cache."""
     snapshot = service.require_ready()
-    cached = {"device": snapshot.cached_device_tokens, "host": snapshot.cached_host_tokens, "store": snapshot.cached_store_tokens}
+    cached = {
+        "device": snapshot.cached_device_tokens,
+        "host": snapshot.cached_host_tokens,
+        "store": snapshot.cached_store_tokens,
+    }
     hits = {"prompt_tokens": snapshot.prompt_tokens, "cached_tokens": cached}
-    tiers = {"device": _use(snapshot.device), "host": _use(snapshot.host), "store": _store_use(service.engine.report.store)}
-    return _json({"page_size": service.settings.page_size, "tiers": tiers, "hits": hits, "store": _store(snapshot.store)})
+    tiers = {
+        "device": _use(snapshot.device),
+        "host": _use(snapshot.host),
+        "store": _store_use(service.engine.report.store),
+    }
+    return _json(
+        {
+            "page_size": service.settings.page_size,
+            "tiers": tiers,
+            "hits": hits,
+            "store": _store(snapshot.store),
+        }
+    )
 
 
 async def timeline(service: Service, request: Request) -> Response:
@@ -87,7 +104,9 @@ async def timeline(service: Service, request: Request) -> Response:
         message = f"seconds is {text!r}; it must be a number above 0 and at most {MAX_TIMELINE_S}"
         raise ApiError(400, message, "seconds", "invalid_value")
     # Drawing takes long enough to be felt by streams, so a thread does it.
-    return Response(await asyncio.to_thread(_draw_timeline, service, seconds), media_type="application/json")
+    return Response(
+        await asyncio.to_thread(_draw_timeline, service, seconds), media_type="application/json"
+    )
 
 
 async def flush(service: Service, request: Request) -> Response:
@@ -101,21 +120,38 @@ async def flush(service: Service, request: Request) -> Response:
     for tier in asked.tiers:
         if tier not in there:
             why = "; this server has no --store" if tier in _TIERS else ""
-            raise ApiError(400, f"there is no tier {tier!r}{why}; allowed: {', '.join(there)}", "tiers", "invalid_value")
+            raise ApiError(
+                400,
+                f"there is no tier {tier!r}{why}; allowed: {', '.join(there)}",
+                "tiers",
+                "invalid_value",
+            )
     if not asked.tiers:
-        raise ApiError(400, f"tiers is empty; allowed: {', '.join(there)}", "tiers", "invalid_value")
+        raise ApiError(
+            400, f"tiers is empty; allowed: {', '.join(there)}", "tiers", "invalid_value"
+        )
     if not 0 <= asked.timeout_s <= MAX_FLUSH_TIMEOUT_S:
-        message = f"timeout_s is {asked.timeout_s}; it must be between 0 and {MAX_FLUSH_TIMEOUT_S:.0f}"
+        message = (
+            f"timeout_s is {asked.timeout_s}; it must be between 0 and {MAX_FLUSH_TIMEOUT_S:.0f}"
+        )
         raise ApiError(400, message, "timeout_s", "invalid_value")
-    done = await run_while_connected(request.receive, service.engine.flush(asked.tiers, asked.timeout_s))
+    done = await run_while_connected(
+        request.receive, service.engine.flush(asked.tiers, asked.timeout_s)
+    )
     if done.busy:
-        raise ApiError(409, f"still in use after {asked.timeout_s} s: {', '.join(done.busy)}; try again later", code="busy")
+        raise ApiError(
+            409,
+            f"still in use after {asked.timeout_s} s: {', '.join(done.busy)}; try again later",
+            code="busy",
+        )
     return _json({"tiers": asked.tiers, "freed_pages": done.freed_pages})
 
 
 def _draw_timeline(service: Service, seconds: float) -> bytes:
     since_ns = time.monotonic_ns() - int(seconds * NS)
-    return json_body(chrome_trace([service.engine.rings.flight_record("asked for over HTTP", since_ns)]))
+    return json_body(
+        chrome_trace([service.engine.rings.flight_record("asked for over HTTP", since_ns)])
+    )
 
 
 def _card(service: Service) -> dict[str, object]:
@@ -141,7 +177,9 @@ def _store_use(store: StoreState) -> dict[str, object]:
 
 
 def _state(status: int, state: str, detail: str) -> Response:
-    return Response(json_body({"state": state, "detail": detail}), status, media_type="application/json")
+    return Response(
+        json_body({"state": state, "detail": detail}), status, media_type="application/json"
+    )
 
 
 def _json(value: object) -> Response:

@@ -18,7 +18,9 @@ class Wording(Chunks, Protocol):
     async def whole(self) -> msgspec.Struct: ...
 
 
-async def answer(request: Request, generation: Generation, wording: Wording, streamed: bool) -> Response:
+async def answer(
+    request: Request, generation: Generation, wording: Wording, streamed: bool
+) -> Response:
     """The response, which closes ``generation``. Raises ``GenerationError`` and ``ClientGone`` before any byte."""
     if streamed:
         return await stream(request, generation, wording)

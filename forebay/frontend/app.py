@@ -35,7 +35,13 @@ ROUTES: tuple[tuple[str, str, Handler], ...] = (
 
 def build_app(service: Service) -> FastAPI:
     # Bodies are read and checked by hand (`protocol`), so a generated schema would say nothing about them.
-    app = FastAPI(title="Forebay", version=forebay.__version__, openapi_url=None, docs_url=None, redoc_url=None)
+    app = FastAPI(
+        title="Forebay",
+        version=forebay.__version__,
+        openapi_url=None,
+        docs_url=None,
+        redoc_url=None,
+    )
     app.router.redirect_slashes = False
     errors.install(app)
     for method, path, handler in ROUTES:

@@ -23,7 +23,9 @@ class RequireKey:
             return
         message = "the API key is missing or wrong; send it as 'Authorization: Bearer KEY'"
         headers = {"WWW-Authenticate": "Bearer", "Connection": "close"}
-        await ApiError(401, message, code="invalid_api_key", headers=headers).response()(scope, receive, send)
+        await ApiError(401, message, code="invalid_api_key", headers=headers).response()(
+            scope, receive, send
+        )
 
     def _has_key(self, scope: Scope) -> bool:
         given = b""

@@ -39,12 +39,18 @@ async def chat_completions(service: Service, request: Request) -> Response:
     params = service.checked_params(asked)
     with_usage = wants_usage(asked)
     service.require_ready()
-    prompt = await run_while_connected(request.receive, conversation_prompt(service, asked.messages))
+    prompt = await run_while_connected(
+        request.receive, conversation_prompt(service, asked.messages)
+    )
     generation = service.generate(asked, params, [prompt], None, "chatcmpl")
-    return await answer(request, generation, _Wording(service, generation, with_usage), bool(asked.stream))
+    return await answer(
+        request, generation, _Wording(service, generation, with_usage), bool(asked.stream)
+    )
 
 
-async def conversation_prompt(service: Service, messages: list[Message], add_generation_prompt: bool = True) -> Prompt:
+async def conversation_prompt(
+    service: Service, messages: list[Message], add_generation_prompt: bool = True
+) -> Prompt:
     """Raises ``ApiError`` (400) for messages that the API or the chat template refuses, ``PromptError`` for their length."""
     try:
         return await service.encoder.from_messages(chat_messages(messages), add_generation_prompt)
@@ -65,7 +71,13 @@ class _Wording:
 
     async def whole(self) -> Chat:
         choices = [
-            ChatChoice(index, ChatMessage(result.text), self._logprobs(result.positions), result.finish, result.stop_reason)
+            ChatChoice(
+                index,
+                ChatMessage(result.text),
+                self._logprobs(result.positions),
+                result.finish,
+                result.stop_reason,
+            )
             for index, result in enumerate(await collect(self._generation))
         ]
         request_id = self._generation.work.request_id
@@ -77,19 +89,33 @@ class _Wording:
 
     def delta(self, index: int, delta: Delta) -> Iterable[ChatChunk]:
         if delta.text or delta.positions:
-            yield self._chunk(ChatChunkChoice(index, ChatDelta(content=delta.text), self._logprobs(delta.positions)))
+            yield self._chunk(
+                ChatChunkChoice(
+                    index, ChatDelta(content=delta.text), self._logprobs(delta.positions)
+                )
+            )
         if delta.finish is not None:
-            yield self._chunk(ChatChunkChoice(index, ChatDelta(), None, delta.finish, delta.stop_reason))
+            yield self._chunk(
+                ChatChunkChoice(index, ChatDelta(), None, delta.finish, delta.stop_reason)
+            )
 
     def closing(self) -> Iterable[ChatChunk]:
         return (self._usage_chunk(),) if self._with_usage else ()
 
     def _chunk(self, choice: ChatChunkChoice) -> ChatChunk:
         usage: UsageBody | UnsetType | None = None if self._with_usage else UNSET
-        return ChatChunk(self._generation.work.request_id, self._created, self._model, [choice], usage)
+        return ChatChunk(
+            self._generation.work.request_id, self._created, self._model, [choice], usage
+        )
 
     def _usage_chunk(self) -> ChatChunk:
-        return ChatChunk(self._generation.work.request_id, self._created, self._model, [], usage_body(self._generation))
+        return ChatChunk(
+            self._generation.work.request_id,
+            self._created,
+            self._model,
+            [],
+            usage_body(self._generation),
+        )
 
     def _logprobs(self, positions: Sequence[Position]) -> ChatLogprobs | None:
         return chat_logprobs(positions, self._spell) if self._with_logprobs else None

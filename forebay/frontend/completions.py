@@ -14,7 +14,12 @@ from forebay.frontend.errors import ApiError
 from forebay.frontend.generation import Generation, collect
 from forebay.frontend.limits import MAX_PROMPTS, read_body
 from forebay.frontend.prompts import Prompt
-from forebay.frontend.protocol import DEFAULT_COMPLETION_TOKENS, CompletionRequest, decode_body, wants_usage
+from forebay.frontend.protocol import (
+    DEFAULT_COMPLETION_TOKENS,
+    CompletionRequest,
+    decode_body,
+    wants_usage,
+)
 from forebay.frontend.responses import (
     Completion,
     CompletionChoice,
@@ -38,7 +43,9 @@ async def completions(service: Service, request: Request) -> Response:
     service.require_ready()
     prompts = await run_while_connected(request.receive, _prompts(service, asked.prompt))
     generation = service.generate(asked, params, prompts, DEFAULT_COMPLETION_TOKENS, "cmpl")
-    return await answer(request, generation, _Wording(service, generation, with_usage), bool(asked.stream))
+    return await answer(
+        request, generation, _Wording(service, generation, with_usage), bool(asked.stream)
+    )
 
 
 async def _prompts(service: Service, prompt: str | list[str | int | list[int]]) -> list[Prompt]:
@@ -47,11 +54,17 @@ async def _prompts(service: Service, prompt: str | list[str | int | list[int]]) 
     if isinstance(prompt, str):
         return [await encoder.from_text(prompt)]
     if not prompt:
-        raise ApiError(400, "the prompt is empty; allowed: text, texts, token ids, or lists of token ids", "prompt")
+        raise ApiError(
+            400,
+            "the prompt is empty; allowed: text, texts, token ids, or lists of token ids",
+            "prompt",
+        )
     if tokens := _all_of(prompt, int):
         return [encoder.from_tokens(tokens)]
     if len(prompt) > MAX_PROMPTS:
-        raise ApiError(400, f"prompt has {len(prompt)} entries; at most {MAX_PROMPTS} are allowed", "prompt")
+        raise ApiError(
+            400, f"prompt has {len(prompt)} entries; at most {MAX_PROMPTS} are allowed", "prompt"
+        )
     if texts := _all_of(prompt, str):
         return await encoder.from_texts(texts)
     if lists := _all_of(prompt, list):
@@ -77,7 +90,13 @@ class _Wording:
 
     async def whole(self) -> Completion:
         choices = [
-            CompletionChoice(index, result.text, self._logprobs(result.positions), result.finish, result.stop_reason)
+            CompletionChoice(
+                index,
+                result.text,
+                self._logprobs(result.positions),
+                result.finish,
+                result.stop_reason,
+            )
             for index, result in enumerate(await collect(self._generation))
         ]
         return self._completion(choices, usage_body(self._generation))
@@ -87,14 +106,20 @@ class _Wording:
 
     def delta(self, index: int, delta: Delta) -> Iterable[Completion]:
         if delta.text or delta.positions or delta.finish:
-            choice = CompletionChoice(index, delta.text, self._logprobs(delta.positions), delta.finish, delta.stop_reason)
+            choice = CompletionChoice(
+                index, delta.text, self._logprobs(delta.positions), delta.finish, delta.stop_reason
+            )
             yield self._completion([choice], None if self._with_usage else UNSET)
 
     def closing(self) -> Iterable[Completion]:
         return (self._completion([], usage_body(self._generation)),) if self._with_usage else ()
 
-    def _completion(self, choices: list[CompletionChoice], usage: UsageBody | UnsetType | None) -> Completion:
-        return Completion(self._generation.work.request_id, self._created, self._model, choices, usage)
+    def _completion(
+        self, choices: list[CompletionChoice], usage: UsageBody | UnsetType | None
+    ) -> Completion:
+        return Completion(
+            self._generation.work.request_id, self._created, self._model, choices, usage
+        )
 
     def _logprobs(self, positions: Sequence[Position]) -> CompletionLogprobs | None:
         return completion_logprobs(positions, self._spell) if self._with_logprobs else None

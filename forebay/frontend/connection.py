@@ -96,7 +96,9 @@ class Connection(HttpToolsProtocol):
 
     def _on_late(self) -> None:
         self._late = None
-        if self._is_answering:  # of a request that came too early; its time is not the client's to keep
+        if (
+            self._is_answering
+        ):  # of a request that came too early; its time is not the client's to keep
             self._start_clock()
         elif self._head_bytes:
             self._refuse(408, f"the request's head did not arrive within {HEAD_S:.0f} s")
@@ -123,8 +125,14 @@ class Connection(HttpToolsProtocol):
             self.cycle.disconnected = True
             self.cycle.message_event.set()
         body = ApiError(status, message).body
-        lines = [b"content-type: application/json", b"content-length: %d" % len(body), b"connection: close"]
-        self.transport.write(STATUS_LINE[http.HTTPStatus(status)] + b"\r\n".join(lines) + b"\r\n\r\n" + body)
+        lines = [
+            b"content-type: application/json",
+            b"content-length: %d" % len(body),
+            b"connection: close",
+        ]
+        self.transport.write(
+            STATUS_LINE[http.HTTPStatus(status)] + b"\r\n".join(lines) + b"\r\n\r\n" + body
+        )
         self.transport.write_eof()
         self.flow.resume_reading()
         self.loop.call_later(IDLE_S, self.transport.close)

@@ -27,7 +27,9 @@ async def run_while_connected(receive: Receive, work: Coroutine[Any, Any, T]) ->
     finally:
         task.cancel()
         gone.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)  # what they hold is released before anyone goes on
+        await asyncio.gather(
+            task, gone, return_exceptions=True
+        )  # what they hold is released before anyone goes on
 
 
 async def _disconnected(receive: Receive) -> None:

@@ -72,7 +72,9 @@ class Planner(Protocol):
 class Observer(Protocol):
     """Is told of all that arrives, for metrics. Times are the monotonic clock's."""
 
-    def on_output(self, submitted_at: float, last_token_at: float | None, prompt_tokens: int, output: Output) -> None: ...
+    def on_output(
+        self, submitted_at: float, last_token_at: float | None, prompt_tokens: int, output: Output
+    ) -> None: ...
     def on_snapshot(self, snapshot: Snapshot, report: Report) -> None: ...
 
 
@@ -121,7 +123,9 @@ class Call:
         """Stop one sequence; nothing more of it will be taken."""
         if self._tokens_left.pop(request_id, None) is not None:
             self._engine._abort(request_id)
-            self._pending = deque(output for output in self._pending if output.request_id != request_id)
+            self._pending = deque(
+                output for output in self._pending if output.request_id != request_id
+            )
 
     def close(self) -> None:
         """Stop what has not ended. Safe to call again."""
@@ -159,7 +163,12 @@ class Engine:
     Made and used on one event loop.
     """
 
-    def __init__(self, planner: Planner, observer: Observer | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        planner: Planner,
+        observer: Observer | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._planner = planner
         self._observer = observer
         self._clock = clock
@@ -201,7 +210,9 @@ class Engine:
         now = self._clock()
         for submit in submits:
             assert submit.request_id not in self._open, submit.request_id
-            self._open[submit.request_id] = _Open(call, len(submit.prompt) // TOKEN_BYTES, now, time.monotonic_ns())
+            self._open[submit.request_id] = _Open(
+                call, len(submit.prompt) // TOKEN_BYTES, now, time.monotonic_ns()
+            )
             self._send(submit)
         return call
 
@@ -254,7 +265,11 @@ class Engine:
     @property
     def is_ticking(self) -> bool:
         """Whether the planner was heard within the last `STALE_S`."""
-        return self.snapshot is not None and not self.death.done() and self._clock() - self._heard_at < STALE_S
+        return (
+            self.snapshot is not None
+            and not self.death.done()
+            and self._clock() - self._heard_at < STALE_S
+        )
 
     async def wait_ready(self) -> None:
         """Until the grid serves. Raises ``EngineDown`` with the reason if it cannot be brought up."""
@@ -391,7 +406,9 @@ class Engine:
             del self._open[output.request_id]
             self._wake_waiters()
         if self._observer is not None:
-            self._observer.on_output(sequence.submitted_at, sequence.last_token_at, sequence.prompt_tokens, output)
+            self._observer.on_output(
+                sequence.submitted_at, sequence.last_token_at, sequence.prompt_tokens, output
+            )
         self._record(sequence, output)
         if output.tokens:
             sequence.last_token_at = self._clock()
@@ -400,7 +417,14 @@ class Engine:
     def _record(self, sequence: _Open, output: Output) -> None:
         """What a client waits for: the first token, and the last."""
         if output.tokens and not sequence.tokens:
-            self._ring.record(SpanKind.TTFT, sequence.submitted_ns, request=request_number(output.request_id))
+            self._ring.record(
+                SpanKind.TTFT, sequence.submitted_ns, request=request_number(output.request_id)
+            )
         sequence.tokens += len(output.tokens)
         if output.finish is not None:
-            self._ring.record(SpanKind.REQUEST, sequence.submitted_ns, value=sequence.tokens, request=request_number(output.request_id))
+            self._ring.record(
+                SpanKind.REQUEST,
+                sequence.submitted_ns,
+                value=sequence.tokens,
+                request=request_number(output.request_id),
+            )

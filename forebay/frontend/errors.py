@@ -15,14 +15,25 @@ from forebay.frontend.prompts import PromptError, PromptTooLong
 
 RETRY_AFTER_S = "1"
 CLIENT_GONE = 499
-_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error", 500: "server_error", 503: "server_error"}
+_TYPES = {
+    401: "authentication_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "server_error",
+}
 
 
 class ApiError(Exception):
     """Ends a request with ``status`` and an error object. ``param`` names the field that is wrong."""
 
     def __init__(
-        self, status: int, message: str, param: str | None = None, code: str | None = None, headers: dict[str, str] | None = None
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        code: str | None = None,
+        headers: dict[str, str] | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -34,7 +45,16 @@ class ApiError(Exception):
     @property
     def body(self) -> bytes:
         kind = _TYPES.get(self.status, "invalid_request_error")
-        return msgspec.json.encode({"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}})
+        return msgspec.json.encode(
+            {
+                "error": {
+                    "message": self.message,
+                    "type": kind,
+                    "param": self.param,
+                    "code": self.code,
+                }
+            }
+        )
 
     def response(self) -> Response:
         return Response(self.body, self.status, headers=self.headers, media_type="application/json")
@@ -50,9 +70,13 @@ def as_api_error(error: PromptError | EngineDown | GenerationError) -> ApiError:
         case GenerationError(reason=FinishReason.REJECTED_TOO_LONG):
             return ApiError(400, str(error), "prompt", "context_length_exceeded")
         case GenerationError(reason=FinishReason.REJECTED_FULL):
-            return ApiError(429, str(error), code="queue_full", headers={"Retry-After": RETRY_AFTER_S})
+            return ApiError(
+                429, str(error), code="queue_full", headers={"Retry-After": RETRY_AFTER_S}
+            )
         case _:
-            return ApiError(503, str(error), code="engine_unavailable", headers={"Retry-After": RETRY_AFTER_S})
+            return ApiError(
+                503, str(error), code="engine_unavailable", headers={"Retry-After": RETRY_AFTER_S}
+            )
 
 
 def bad_body(error: Exception) -> ApiError:
@@ -72,7 +96,9 @@ def bad_body(error: Exception) -> ApiError:
         field = f"{where}.{missing[1]}" if where else missing[1]
         return ApiError(400, f"the field {field!r} is missing", field, "missing_field")
     text = text[:1].lower() + text[1:].replace("`", "")
-    return ApiError(400, f"{where}: {text}" if where else f"the body: {text}", where or None, "invalid_value")
+    return ApiError(
+        400, f"{where}: {text}" if where else f"the body: {text}", where or None, "invalid_value"
+    )
 
 
 def install(app: FastAPI) -> None:
@@ -98,8 +124,12 @@ def install(app: FastAPI) -> None:
     async def on_client_gone(_: Request, error: Exception) -> Response:
         return Response(status_code=CLIENT_GONE)  # the server drops it: nobody is there
 
-    async def on_bug(_: Request, error: Exception) -> Response:  # Starlette raises it again afterwards, for the log
-        return ApiError(500, f"internal error ({type(error).__name__}); the server's log has more").response()
+    async def on_bug(
+        _: Request, error: Exception
+    ) -> Response:  # Starlette raises it again afterwards, for the log
+        return ApiError(
+            500, f"internal error ({type(error).__name__}); the server's log has more"
+        ).response()
 
     app.add_exception_handler(ApiError, on_api_error)
     for refusal in (PromptError, EngineDown, GenerationError):

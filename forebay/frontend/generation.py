@@ -47,7 +47,9 @@ def room_tokens(max_context: int, snapshot: Snapshot | None, page_tokens: int) -
     return min(max_context, pages * page_tokens) if pages else max_context
 
 
-def fit_max_tokens(asked: int | None, default: int | None, prompt_tokens: int, max_context: int, room: int) -> int:
+def fit_max_tokens(
+    asked: int | None, default: int | None, prompt_tokens: int, max_context: int, room: int
+) -> int:
     """``max_tokens`` for a prompt: what was asked, else the default, or all that fits, cut to the ``room`` there is.
 
     Raises ``PromptTooLong`` if the prompt, or what was asked with it, exceeds the context. What exceeds only L1 is the planner's
@@ -61,7 +63,9 @@ def fit_max_tokens(asked: int | None, default: int | None, prompt_tokens: int, m
     if asked is not None:
         return asked
     if prompt_tokens >= room:
-        raise PromptTooLong(f"the prompt has {prompt_tokens} tokens; at most {room - 1} fit; shorten it")
+        raise PromptTooLong(
+            f"the prompt has {prompt_tokens} tokens; at most {room - 1} fit; shorten it"
+        )
     return room - prompt_tokens if default is None else min(default, room - prompt_tokens)
 
 
@@ -73,20 +77,34 @@ def sequence_places(settings: Settings) -> int:
 def check_sequences(prompts: int, n: int, places: int) -> None:
     """Raises ``ValueError`` for more sequences at once than there can ever be room for."""
     if prompts * n > places:
-        raise ValueError(f"{prompts} prompt(s) with n = {n} are {prompts * n} sequences; at most {places} can run or wait")
+        raise ValueError(
+            f"{prompts} prompt(s) with n = {n} are {prompts * n} sequences; at most {places} can run or wait"
+        )
 
 
 def check_token_ids(params: SamplingParams, vocab_size: int) -> None:
     """Raises ``ValueError`` for a stop token or bias outside the vocabulary."""
-    for name, ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", tuple(params.logit_bias))):
+    for name, ids in (
+        ("stop_token_ids", params.stop_token_ids),
+        ("logit_bias", tuple(params.logit_bias)),
+    ):
         for bad in (token for token in ids if not 0 <= token < vocab_size):
-            raise ValueError(f"{name} has the token id {bad}; the model's ids are 0 to {vocab_size - 1}")
+            raise ValueError(
+                f"{name} has the token id {bad}; the model's ids are 0 to {vocab_size - 1}"
+            )
 
 
 class Generation:
     """Submits at once. Read ``events``, and always ``close`` (or use it as a context manager): that aborts what still runs."""
 
-    def __init__(self, engine: Engine, work: Work, eos: tuple[int, ...], seeds: SeedCounter, detokenizer: DetokenizerFactory) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        work: Work,
+        eos: tuple[int, ...],
+        seeds: SeedCounter,
+        detokenizer: DetokenizerFactory,
+    ) -> None:
         params = work.params
         submits: list[Submit] = []
         self.sequences: list[Sequence] = []
@@ -99,10 +117,20 @@ class Generation:
                 seed = seeds.next() if params.seed is None else derive_seed(params.seed, choice)
                 # Stop strings are found here; the engine has no use for them.
                 own = params.replace(n=1, seed=seed, max_tokens=max_tokens, stop=())
-                submit = Submit(f"{work.request_id}-{index}", packed, own, eos, work.salt, work.no_store, work.priority)
+                submit = Submit(
+                    f"{work.request_id}-{index}",
+                    packed,
+                    own,
+                    eos,
+                    work.salt,
+                    work.no_store,
+                    work.priority,
+                )
                 submits.append(submit)
                 self._index[submit.request_id] = index
-                self.sequences.append(Sequence(detokenizer(params.skip_special_tokens), params, eos))
+                self.sequences.append(
+                    Sequence(detokenizer(params.skip_special_tokens), params, eos)
+                )
                 self.usages.append(None)
         self.work = work
         self.call: Call = engine.submit(submits)
@@ -160,7 +188,9 @@ class Generation:
                 self.usages[index] = output.usage
             delta = sequence.push(output)
             if delta.finish is not None:
-                self.call.abort(output.request_id)  # a stop string was found; for the engine's own endings this does nothing
+                self.call.abort(
+                    output.request_id
+                )  # a stop string was found; for the engine's own endings this does nothing
             if delta.text or delta.tokens or delta.finish:
                 events.append((index, delta))
         return events, None

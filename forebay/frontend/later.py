@@ -25,7 +25,9 @@ def refuse_later(given: Mapping[str, Any]) -> dict[str, Any]:
     for name, beginnings in LATER_VALUES.items():
         value = str(given.get(name) or "")
         if value.startswith(beginnings):
-            raise SettingsError(f"not available yet: --{name.replace('_', '-')} {value}; `forebay config` lists what is")
+            raise SettingsError(
+                f"not available yet: --{name.replace('_', '-')} {value}; `forebay config` lists what is"
+            )
     kept: dict[str, Any] = {}
     for name, value in given.items():
         if name not in LATER:

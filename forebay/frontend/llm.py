@@ -136,11 +136,17 @@ class LLM:
 
         Raises also ``models.tokenizer.TemplateError``.
         """
-        conversations: Any = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        conversations: Any = (
+            [messages] if messages and isinstance(messages[0], Mapping) else messages
+        )
         prompts = self._host.call(self._host.render_all(conversations, add_generation_prompt))
-        return self._host.call(self._host.run_all(prompts, _for_each(sampling_params, len(prompts))))
+        return self._host.call(
+            self._host.run_all(prompts, _for_each(sampling_params, len(prompts)))
+        )
 
-    def stream(self, prompt: PromptInput, sampling_params: SamplingParams | None = None) -> Generator[str, None, None]:
+    def stream(
+        self, prompt: PromptInput, sampling_params: SamplingParams | None = None
+    ) -> Generator[str, None, None]:
         """The text of one prompt piece by piece; stopping early stops the engine's work too. ``n`` must be 1."""
         params = sampling_params or SamplingParams()
         if params.n != 1:
@@ -158,7 +164,9 @@ class LLM:
         """The prompt that the model's chat template makes of a conversation, for `generate` and `stream`."""
         return self._host.call(self._host.render_all([messages], add_generation_prompt))[0]
 
-    def flush_cache(self, tiers: Sequence[str] = ("device", "host"), timeout_s: float = 30.0) -> int:
+    def flush_cache(
+        self, tiers: Sequence[str] = ("device", "host"), timeout_s: float = 30.0
+    ) -> int:
         """Forget cached pages of these tiers (`device`, `host`) once nothing in flight needs them; the number of pages freed.
 
         Raises ``TimeoutError`` naming what still holds pages after ``timeout_s``, and ``EngineDown``.
@@ -201,7 +209,9 @@ class _Host:
     _engine: Engine | None = None
 
     def __post_init__(self) -> None:
-        self._thread = threading.Thread(target=self._loop.run_forever, name="forebay-llm", daemon=True)
+        self._thread = threading.Thread(
+            target=self._loop.run_forever, name="forebay-llm", daemon=True
+        )
         self._thread.start()
 
     def call(self, work: Coroutine[Any, Any, T]) -> T:
@@ -231,7 +241,9 @@ class _Host:
         self._planner = start_planner(resolved, self.settings)
         name = self.settings.served_model_name or resolved.name
         self.model: ServedModel = load_served_model(resolved.path, name, self._planner.max_context)
-        self.encoder = PromptEncoder(self.model.tokenizer, self.model.max_context, self.model.vocab_size)
+        self.encoder = PromptEncoder(
+            self.model.tokenizer, self.model.max_context, self.model.vocab_size
+        )
         self.seeds = SeedCounter(self.settings.seed)
         self._engine = Engine(self._planner)
         await self._engine.wait_ready()
@@ -245,14 +257,23 @@ class _Host:
         ready = await self._prompt(prompt)
         check_token_ids(params, self.model.vocab_size)
         room = room_tokens(self.model.max_context, self._engine.snapshot, self.settings.page_size)
-        limit = fit_max_tokens(params.max_tokens, None, len(ready.tokens), self.model.max_context, room)
+        limit = fit_max_tokens(
+            params.max_tokens, None, len(ready.tokens), self.model.max_context, room
+        )
         work = Work(f"llm-{secrets.token_hex(12)}", (ready,), (limit,), params)
         async with self._entry:
             await self._engine.wait_room(params.n, self._places)
-            return Generation(self._engine, work, self.model.eos, self.seeds, self.model.detokenizer)
+            return Generation(
+                self._engine, work, self.model.eos, self.seeds, self.model.detokenizer
+            )
 
-    async def run_all(self, prompts: Sequence[PromptInput], params: Sequence[SamplingParams]) -> list[RequestOutput]:
-        tasks = [asyncio.ensure_future(self._run(prompt, own)) for prompt, own in zip(prompts, params, strict=True)]
+    async def run_all(
+        self, prompts: Sequence[PromptInput], params: Sequence[SamplingParams]
+    ) -> list[RequestOutput]:
+        tasks = [
+            asyncio.ensure_future(self._run(prompt, own))
+            for prompt, own in zip(prompts, params, strict=True)
+        ]
         try:
             return await asyncio.gather(*tasks)
         finally:  # where one fails or the caller is interrupted, the others are not worth going on
@@ -263,14 +284,21 @@ class _Host:
         assert self._engine is not None
         unknown = set(tiers) - {"device", "host"}
         if unknown:
-            raise ValueError(f"tiers {sorted(unknown)} cannot be flushed here; allowed: device, host")
+            raise ValueError(
+                f"tiers {sorted(unknown)} cannot be flushed here; allowed: device, host"
+            )
         done = await self._engine.flush(tiers, timeout_s)
         if done.busy:
             raise TimeoutError(f"after {timeout_s:.0f} s there are still {'; '.join(done.busy)}")
         return done.freed_pages
 
-    async def render_all(self, conversations: Sequence[Conversation], add_generation_prompt: bool) -> list[Prompt]:
-        return [await self.encoder.from_messages(messages, add_generation_prompt) for messages in conversations]
+    async def render_all(
+        self, conversations: Sequence[Conversation], add_generation_prompt: bool
+    ) -> list[Prompt]:
+        return [
+            await self.encoder.from_messages(messages, add_generation_prompt)
+            for messages in conversations
+        ]
 
     def close(self) -> None:
         """From any thread but the loop's own."""
@@ -297,7 +325,9 @@ class _Host:
             request_id=generation.work.request_id,
             prompt=ready.text,
             prompt_token_ids=ready.tokens,
-            outputs=[self._completion(index, result, params) for index, result in enumerate(results)],
+            outputs=[
+                self._completion(index, result, params) for index, result in enumerate(results)
+            ],
             num_cached_tokens=cached.cached_device + cached.cached_host + cached.cached_store,
             cached_device=cached.cached_device,
             cached_host=cached.cached_host,
@@ -315,17 +345,33 @@ class _Host:
         logprobs = None
         if params.logprobs is not None:
             logprobs = [self._logprobs(position) for position in result.positions]
-        cumulative = sum(position.logprobs.chosen for position in result.positions) if logprobs is not None else None
-        return CompletionOutput(index, result.text, result.tokens, cumulative, logprobs, result.finish, result.stop_reason)
+        cumulative = (
+            sum(position.logprobs.chosen for position in result.positions)
+            if logprobs is not None
+            else None
+        )
+        return CompletionOutput(
+            index,
+            result.text,
+            result.tokens,
+            cumulative,
+            logprobs,
+            result.finish,
+            result.stop_reason,
+        )
 
     def _logprobs(self, position: Position) -> dict[int, Logprob]:
         spell = self.model.tokenizer.decode
         found = {
             token: Logprob(value, rank, spell([token], skip_special=False))
-            for rank, (token, value) in enumerate(zip(position.logprobs.top_ids, position.logprobs.top, strict=True), start=1)
+            for rank, (token, value) in enumerate(
+                zip(position.logprobs.top_ids, position.logprobs.top, strict=True), start=1
+            )
         }
         chosen = position.token
-        found.setdefault(chosen, Logprob(position.logprobs.chosen, None, spell([chosen], skip_special=False)))
+        found.setdefault(
+            chosen, Logprob(position.logprobs.chosen, None, spell([chosen], skip_special=False))
+        )
         return found
 
 
@@ -343,9 +389,13 @@ def _as_list(prompts: PromptInput | Sequence[PromptInput]) -> list[Any]:
     return list(prompts)
 
 
-def _for_each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+def _for_each(
+    params: SamplingParams | Sequence[SamplingParams] | None, count: int
+) -> list[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
     if len(params) != count:
-        raise ValueError(f"{len(params)} sampling parameters for {count} prompts; give one, or one for each")
+        raise ValueError(
+            f"{len(params)} sampling parameters for {count} prompts; give one, or one for each"
+        )
     return list(params)

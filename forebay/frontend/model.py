@@ -37,4 +37,10 @@ def load_served_model(path: Path, name: str, max_context: int) -> ServedModel:
     config = load_config(path)
     tokenizer = Tokenizer(path)
     end = () if tokenizer.eos_id is None else (tokenizer.eos_id,)
-    return ServedModel(name, tokenizer, tuple(dict.fromkeys((*config.eos_ids, *end))), config.vocab_size, max_context)
+    return ServedModel(
+        name,
+        tokenizer,
+        tuple(dict.fromkeys((*config.eos_ids, *end))),
+        config.vocab_size,
+        max_context,
+    )

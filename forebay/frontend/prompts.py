@@ -25,7 +25,9 @@ class Tokenizer(Protocol):
 
     def encode(self, text: str, add_special: bool = True) -> list[int]: ...
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str: ...
-    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str: ...
+    def apply_chat_template(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True
+    ) -> str: ...
 
 
 class PromptError(ValueError):
@@ -74,7 +76,9 @@ class PromptEncoder:
         encoded = await self._off_loop(sum(map(len, texts)), encode)
         return [self._checked(tokens, text) for tokens, text in zip(encoded, texts, strict=True)]
 
-    async def from_messages(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> Prompt:
+    async def from_messages(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True
+    ) -> Prompt:
         """Raises ``PromptError``, and whatever the chat template raises (`models.tokenizer.TemplateError`, `ModelError`)."""
         chars = sum(len(message["content"]) + MESSAGE_CHARS for message in messages)
         self._check_chars(chars, "messages")
@@ -94,12 +98,17 @@ class PromptEncoder:
         """Raises ``PromptError`` if one is no token of the model."""
         if tokens and not (min(tokens) >= 0 and max(tokens) < self.vocab_size):
             bad = next(token for token in tokens if not 0 <= token < self.vocab_size)
-            raise PromptError(f"{where} has the token id {bad}; the model's ids are 0 to {self.vocab_size - 1}", field)
+            raise PromptError(
+                f"{where} has the token id {bad}; the model's ids are 0 to {self.vocab_size - 1}",
+                field,
+            )
 
     async def decode(self, tokens: Sequence[int]) -> str:
         """Raises ``PromptError`` for ids outside the vocabulary."""
         self.check_ids(tokens, "tokens", "tokens")
-        return await self._off_loop(len(tokens), lambda: self.tokenizer.decode(tokens, skip_special=False))
+        return await self._off_loop(
+            len(tokens), lambda: self.tokenizer.decode(tokens, skip_special=False)
+        )
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
@@ -119,7 +128,9 @@ class PromptEncoder:
             raise PromptError("the prompt is empty; at least one token is needed", field)
         if len(tokens) >= self.max_context:
             limit = f"the context holds {self.max_context}, output included"
-            raise PromptTooLong(f"the prompt has {len(tokens)} tokens and {limit}; shorten it", field)
+            raise PromptTooLong(
+                f"the prompt has {len(tokens)} tokens and {limit}; shorten it", field
+            )
         # Also for text: a tokenizer may know more tokens than the model has embeddings for.
         self.check_ids(tokens, "the prompt", field)
         return Prompt(tokens, text)

@@ -186,20 +186,32 @@ def refuse_unsupported(value: object, where: str = "") -> None:
             raise bad_body(error) from None
         neutral = _NEUTRAL.get(name, ())
         if not any(asked == allowed and type(asked) is type(allowed) for allowed in neutral):
-            without = " or ".join(["null", *(msgspec.json.encode(allowed).decode() for allowed in neutral)])
-            raise ApiError(400, f"{where}{name} is not supported; leave it out (or {without})", where + name, "unsupported_field")
+            without = " or ".join(
+                ["null", *(msgspec.json.encode(allowed).decode() for allowed in neutral)]
+            )
+            raise ApiError(
+                400,
+                f"{where}{name} is not supported; leave it out (or {without})",
+                where + name,
+                "unsupported_field",
+            )
 
 
 def chat_messages(messages: list[Message]) -> list[dict[str, str]]:
     """Messages as chat templates take them: role and text. Raises ``ApiError`` (400)."""
     if not messages:
         raise ApiError(400, "messages is empty; at least one message is needed", "messages")
-    return [{"role": _role(message, index), "content": _content(message, index)} for index, message in enumerate(messages)]
+    return [
+        {"role": _role(message, index), "content": _content(message, index)}
+        for index, message in enumerate(messages)
+    ]
 
 
 def _role(message: Message, index: int) -> str:
     refuse_unsupported(message, f"messages[{index}].")
-    if message.role == "developer":  # OpenAI's newer word for the same thing; chat templates know the old one
+    if (
+        message.role == "developer"
+    ):  # OpenAI's newer word for the same thing; chat templates know the old one
         return "system"
     if message.role not in ("system", "user", "assistant"):
         raise ApiError(
@@ -218,7 +230,11 @@ def _content(message: Message, index: int) -> str:
         return message.content
     for number, part in enumerate(message.content):
         if part.type != "text":
-            raise ApiError(400, f"{where}[{number}].type is {part.type!r}; allowed: 'text'", f"{where}[{number}].type")
+            raise ApiError(
+                400,
+                f"{where}[{number}].type is {part.type!r}; allowed: 'text'",
+                f"{where}[{number}].type",
+            )
         refuse_unsupported(part, f"{where}[{number}].")
     return "".join(part.text for part in message.content)
 
@@ -234,7 +250,12 @@ def sampling_params(request: CompletionRequest | ChatRequest) -> SamplingParams:
         return SamplingParams(max_tokens=_max_tokens(request), logprobs=_logprobs(request), **given)
     except ValueError as error:
         first = str(error).split()[0]
-        raise ApiError(400, str(error), first if first in SamplingParams.__struct_fields__ else "stop", "invalid_value") from None
+        raise ApiError(
+            400,
+            str(error),
+            first if first in SamplingParams.__struct_fields__ else "stop",
+            "invalid_value",
+        ) from None
 
 
 def _max_tokens(request: CompletionRequest | ChatRequest) -> int | None:
@@ -252,7 +273,9 @@ def _logprobs(request: CompletionRequest | ChatRequest) -> int | None:
     if top is not None and not request.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs: true", "top_logprobs")
     if top is not None and not 0 <= top <= MAX_LOGPROBS:
-        raise ApiError(400, f"top_logprobs is {top}; it must be between 0 and {MAX_LOGPROBS}", "top_logprobs")
+        raise ApiError(
+            400, f"top_logprobs is {top}; it must be between 0 and {MAX_LOGPROBS}", "top_logprobs"
+        )
     return (top or 0) if request.logprobs else None
 
 
@@ -261,7 +284,11 @@ def cache_salt(request: CompletionRequest | ChatRequest) -> bytes:
     if request.cache_salt is None:
         return b""
     if not 0 < len(request.cache_salt) <= MAX_SALT_CHARS:
-        raise ApiError(400, f"cache_salt has {len(request.cache_salt)} characters; 1 to {MAX_SALT_CHARS} are allowed", "cache_salt")
+        raise ApiError(
+            400,
+            f"cache_salt has {len(request.cache_salt)} characters; 1 to {MAX_SALT_CHARS} are allowed",
+            "cache_salt",
+        )
     return request.cache_salt.encode()
 
 
@@ -269,7 +296,11 @@ def priority(request: CompletionRequest | ChatRequest) -> int:
     """Raises ``ApiError`` (400) for a priority out of range."""
     value = request.priority or 0
     if not -MAX_PRIORITY <= value < MAX_PRIORITY:
-        raise ApiError(400, f"priority is {value}; it must be between {-MAX_PRIORITY} and {MAX_PRIORITY - 1}", "priority")
+        raise ApiError(
+            400,
+            f"priority is {value}; it must be between {-MAX_PRIORITY} and {MAX_PRIORITY - 1}",
+            "priority",
+        )
     return value
 
 
@@ -280,5 +311,9 @@ def wants_usage(request: CompletionRequest | ChatRequest) -> bool:
     if not request.stream:
         raise ApiError(400, "stream_options needs stream: true", "stream_options")
     if request.stream_options.include_obfuscation:
-        raise ApiError(400, "stream_options.include_obfuscation is not supported; leave it out (or false)", "stream_options")
+        raise ApiError(
+            400,
+            "stream_options.include_obfuscation is not supported; leave it out (or false)",
+            "stream_options",
+        )
     return request.stream_options.include_usage

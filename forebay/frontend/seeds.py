@@ -7,7 +7,9 @@ def derive_seed(seed: int, index: int) -> int:
     """The 64-bit seed of choice ``index`` of a request: the request's own for the first, unrelated ones for the others."""
     if index == 0:
         return seed
-    digest = hashlib.blake2b(f"{seed}/{index}".encode(), digest_size=8, person=b"forebay-seed").digest()
+    digest = hashlib.blake2b(
+        f"{seed}/{index}".encode(), digest_size=8, person=b"forebay-seed"
+    ).digest()
     return int.from_bytes(digest, "little")
 
 

@@ -73,8 +73,12 @@ class Sequence:
         if output.finish is None:
             return self._delta(text, output.tokens)
         rest, stop = self._flush()
-        finish: Finish = "stop" if stop is not None or output.finish is FinishReason.STOP else "length"
-        return self._delta(text + rest, output.tokens, finish, output.stop_token if stop is None else stop)
+        finish: Finish = (
+            "stop" if stop is not None or output.finish is FinishReason.STOP else "length"
+        )
+        return self._delta(
+            text + rest, output.tokens, finish, output.stop_token if stop is None else stop
+        )
 
     def _silent_tokens(self, output: Output) -> int:
         """1 if the last token is what ended the sequence: it is counted, but is no part of the text."""
@@ -91,8 +95,12 @@ class Sequence:
         for index in range(count):
             self.token_count += 1
             if output.logprobs:
-                self._waiting.append(Position(output.tokens[index], self._decoded_chars, output.logprobs[index]))
-            text, stop = self._stops.push(self._decode(output.tokens[index : index + 1]), self.token_count >= self._min_tokens)
+                self._waiting.append(
+                    Position(output.tokens[index], self._decoded_chars, output.logprobs[index])
+                )
+            text, stop = self._stops.push(
+                self._decode(output.tokens[index : index + 1]), self.token_count >= self._min_tokens
+            )
             sent += text
             if stop is not None:
                 return sent, index + 1, stop
@@ -105,15 +113,25 @@ class Sequence:
 
     def _flush(self) -> tuple[str, str | None]:
         """The characters that detokenizer and matcher still held, now that no token follows."""
-        text, stop = self._stops.push(self._detokenizer.finish(), self.token_count >= self._min_tokens)
+        text, stop = self._stops.push(
+            self._detokenizer.finish(), self.token_count >= self._min_tokens
+        )
         return (text, stop) if stop is not None else (text + self._stops.finish(), None)
 
-    def _delta(self, text: str, tokens: tuple[int, ...], finish: Finish | None = None, stop_reason: str | int | None = None) -> Delta:
+    def _delta(
+        self,
+        text: str,
+        tokens: tuple[int, ...],
+        finish: Finish | None = None,
+        stop_reason: str | int | None = None,
+    ) -> Delta:
         self._sent_chars += len(text)
         self.finished = finish is not None
         released: list[Position] = []
         # A position goes out with its text; what a stop string cut off goes nowhere.
         ended_by_text = isinstance(stop_reason, str)
-        while self._waiting and (self._waiting[0].offset < self._sent_chars or (self.finished and not ended_by_text)):
+        while self._waiting and (
+            self._waiting[0].offset < self._sent_chars or (self.finished and not ended_by_text)
+        ):
             released.append(self._waiting.popleft())
         return Delta(text, tokens, tuple(released), finish, stop_reason)

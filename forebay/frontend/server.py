@@ -52,7 +52,9 @@ def serve(model: str, settings: Settings) -> int:
     ``runtime.launch.StartError``.
     """
     if settings.api_key == "":
-        raise ListenError("--api-key is empty, which would let everyone in; give a key, or leave it out for an open server")
+        raise ListenError(
+            "--api-key is empty, which would let everyone in; give a key, or leave it out for an open server"
+        )
     _allow_many_connections()
     with unhurried_output(), listen(settings.host, settings.port) as sock:
         resolved = resolve_model(model)
@@ -60,7 +62,9 @@ def serve(model: str, settings: Settings) -> int:
         bound = _EndBound(planner.process.pid)
         bound.start()
         try:
-            served = load_served_model(resolved.path, settings.served_model_name or resolved.name, planner.max_context)
+            served = load_served_model(
+                resolved.path, settings.served_model_name or resolved.name, planner.max_context
+            )
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
                 return runner.run(serve_on(sock, planner, served, settings, bound.begin))
         finally:
@@ -71,9 +75,13 @@ def serve(model: str, settings: Settings) -> int:
 def listen(host: str, port: int) -> socket.socket:
     """A listening socket. Raises ``ListenError``."""
     try:
-        family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        family, kind, proto, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
     except socket.gaierror as error:
-        raise ListenError(f"--host is {host!r}: {error.strerror}; give an address of this machine") from None
+        raise ListenError(
+            f"--host is {host!r}: {error.strerror}; give an address of this machine"
+        ) from None
     sock = socket.socket(family, kind, proto)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, STALL_MS)  # connections inherit it
@@ -83,12 +91,18 @@ def listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         sock.close()
         hint = "give another --host or --port, or port 0 for a free one"
-        raise ListenError(f"cannot listen on {host} port {port}: {error.strerror}; {hint}") from None
+        raise ListenError(
+            f"cannot listen on {host} port {port}: {error.strerror}; {hint}"
+        ) from None
     return sock
 
 
 async def serve_on(
-    sock: socket.socket, planner: Planner, model: ServedModel, settings: Settings, on_ending: Callable[[], None] = lambda: None
+    sock: socket.socket,
+    planner: Planner,
+    model: ServedModel,
+    settings: Settings,
+    on_ending: Callable[[], None] = lambda: None,
 ) -> int:
     """Serve over a listening socket until SIGINT, SIGTERM or the engine's death; the exit status. ``on_ending``: called as soon as
     one of them has come."""
@@ -109,7 +123,9 @@ async def serve_on(
         )
     )
     ending = _Ending(server, engine, planner, on_ending)
-    if threading.current_thread() is threading.main_thread():  # no other thread can be told of signals
+    if (
+        threading.current_thread() is threading.main_thread()
+    ):  # no other thread can be told of signals
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGINT, ending.on_signal, EXIT_INTERRUPTED)
         loop.add_signal_handler(signal.SIGTERM, ending.on_signal, 0)
@@ -137,7 +153,13 @@ class _Server(uvicorn.Server):
 class _Ending:
     """Why and how the server ends. ``status`` becomes the exit status."""
 
-    def __init__(self, server: uvicorn.Server, engine: Engine, planner: Planner, on_ending: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        server: uvicorn.Server,
+        engine: Engine,
+        planner: Planner,
+        on_ending: Callable[[], None],
+    ) -> None:
         self._server = server
         self._on_ending = on_ending
         self._engine = engine
@@ -160,12 +182,20 @@ class _Ending:
             return
         self.status = EXIT_ENGINE_LOST if self._engine.was_ready else EXIT_NEVER_READY
         at_once = self._engine.planner_lost or not self._engine.was_ready
-        asyncio.get_running_loop().call_later(0 if at_once else LAST_WORD_S, self._end)  # whatever goes wrong with the words below
-        if self._engine.planner_lost and self._engine.was_ready:  # otherwise the planner has written it
+        asyncio.get_running_loop().call_later(
+            0 if at_once else LAST_WORD_S, self._end
+        )  # whatever goes wrong with the words below
+        if (
+            self._engine.planner_lost and self._engine.was_ready
+        ):  # otherwise the planner has written it
             _save_incident(self._planner, death.result())
         print(f"forebay: {death.result()}", file=sys.stderr, flush=True)
         if not at_once:
-            print(f"forebay: answering 503 for {LAST_WORD_S:.0f} s, then ending", file=sys.stderr, flush=True)
+            print(
+                f"forebay: answering 503 for {LAST_WORD_S:.0f} s, then ending",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def _end(self) -> None:
         self._ending = True
@@ -195,9 +225,17 @@ def _save_incident(planner: Planner, reason: str) -> None:
     try:
         path = save_incident(planner.rings, planner.flight_dir, "planner", reason)
     except OSError as error:
-        print(f"forebay: no flight record in {planner.flight_dir}: {error.strerror}", file=sys.stderr, flush=True)
+        print(
+            f"forebay: no flight record in {planner.flight_dir}: {error.strerror}",
+            file=sys.stderr,
+            flush=True,
+        )
     else:
-        print(f"forebay: flight record {path}; show it with: forebay timeline {path} -o trace.json", file=sys.stderr, flush=True)
+        print(
+            f"forebay: flight record {path}; show it with: forebay timeline {path} -o trace.json",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 async def _announce(engine: Engine, name: str, address: str, started_at: float) -> None:

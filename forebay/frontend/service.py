@@ -21,7 +21,13 @@ from forebay.frontend.generation import (
 from forebay.frontend.limits import body_limit
 from forebay.frontend.model import ServedModel
 from forebay.frontend.prompts import Prompt, PromptEncoder
-from forebay.frontend.protocol import ChatRequest, CompletionRequest, cache_salt, priority, sampling_params
+from forebay.frontend.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    cache_salt,
+    priority,
+    sampling_params,
+)
 from forebay.frontend.seeds import SeedCounter
 from forebay.settings import Settings
 
@@ -37,7 +43,9 @@ class Service:
     metrics: "Metrics"
 
     def __post_init__(self) -> None:
-        self.encoder = PromptEncoder(self.model.tokenizer, self.model.max_context, self.model.vocab_size)
+        self.encoder = PromptEncoder(
+            self.model.tokenizer, self.model.max_context, self.model.vocab_size
+        )
         self.created = int(time.time())
         self.seeds = SeedCounter(self.settings.seed)
         self.body_bytes_max = body_limit(self.model.max_context)
@@ -68,7 +76,10 @@ class Service:
         """Submit. Raises ``PromptTooLong``, ``EngineDown``, ``ApiError``."""
         context = self.model.max_context
         room = room_tokens(context, self.engine.snapshot, self.settings.page_size)
-        limits = [fit_max_tokens(params.max_tokens, default_tokens, len(prompt.tokens), context, room) for prompt in prompts]
+        limits = [
+            fit_max_tokens(params.max_tokens, default_tokens, len(prompt.tokens), context, room)
+            for prompt in prompts
+        ]
         if params.min_tokens > min(limits):
             message = f"min_tokens is {params.min_tokens}; at most {min(limits)} tokens are generated here"
             raise ApiError(400, message, "min_tokens", "invalid_value")

@@ -43,7 +43,13 @@ async def stream(request: Request, generation: Generation, chunks: Chunks) -> Re
 class EventStream(Response):
     media_type = "text/event-stream"
 
-    def __init__(self, generation: Generation, first: list[Event], events: AsyncIterator[list[Event]], chunks: Chunks) -> None:
+    def __init__(
+        self,
+        generation: Generation,
+        first: list[Event],
+        events: AsyncIterator[list[Event]],
+        chunks: Chunks,
+    ) -> None:
         self.background = None
         self.status_code = 200
         self.init_headers(_HEADERS)
@@ -59,17 +65,23 @@ class EventStream(Response):
             await run_while_connected(receive, self._send_all(send))
 
     async def _send_all(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        await send(
+            {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
+        )
         try:
             await send(_body([*map(_data, self._chunks.opening()), *self._lines(self._first)]))
             async for events in self._events:
                 await send(_body(self._lines(events)))
-            await send(_body([*map(_data, self._chunks.closing()), b"data: [DONE]\n\n"], more=False))
+            await send(
+                _body([*map(_data, self._chunks.closing()), b"data: [DONE]\n\n"], more=False)
+            )
         except GenerationError as error:
             await send(_body([b"data: ", as_api_error(error).body, b"\n\n"], more=False))
 
     def _lines(self, events: list[Event]) -> list[bytes]:
-        return [_data(chunk) for index, delta in events for chunk in self._chunks.delta(index, delta)]
+        return [
+            _data(chunk) for index, delta in events for chunk in self._chunks.delta(index, delta)
+        ]
 
 
 async def _next(events: AsyncIterator[list[Event]]) -> list[Event]:

@@ -18,7 +18,11 @@ async def tokenize(service: Service, request: Request) -> Response:
     if asked.model is not None:
         service.check_model(asked.model)
     prompt = await run_while_connected(request.receive, _prompt(service, asked))
-    answer = {"count": len(prompt.tokens), "max_model_len": service.model.max_context, "tokens": prompt.tokens}
+    answer = {
+        "count": len(prompt.tokens),
+        "max_model_len": service.model.max_context,
+        "tokens": prompt.tokens,
+    }
     return Response(json_body(answer), media_type="application/json")
 
 
@@ -35,8 +39,12 @@ async def _prompt(service: Service, asked: TokenizeRequest) -> Prompt:
         raise ApiError(400, "give either prompt or messages", "prompt")
     if asked.messages is not None:
         if asked.add_special_tokens is not None:
-            raise ApiError(400, "add_special_tokens goes with prompt, not with messages", "add_special_tokens")
-        return await conversation_prompt(service, asked.messages, asked.add_generation_prompt is not False)
+            raise ApiError(
+                400, "add_special_tokens goes with prompt, not with messages", "add_special_tokens"
+            )
+        return await conversation_prompt(
+            service, asked.messages, asked.add_generation_prompt is not False
+        )
     assert asked.prompt is not None
     if asked.add_generation_prompt is not None:
         raise ApiError(400, "add_generation_prompt goes with messages", "add_generation_prompt")

@@ -62,7 +62,9 @@ def plan_attention(batch: StageBatch, kv_heads: int, dtype: torch.dtype) -> Atte
     """Index tensors for `batch` over a pool with `kv_heads` heads a page."""
     device = batch.positions.device
     heads = torch.arange(kv_heads, device=device)
-    slots = (batch.write_pages[:, None] * kv_heads + heads) * batch.page_size + batch.write_offsets[:, None]
+    slots = (batch.write_pages[:, None] * kv_heads + heads) * batch.page_size + batch.write_offsets[
+        :, None
+    ]
     singles: dict[int, list[int]] = {}
     prefills = []
     for index, span in enumerate(batch.spans):
@@ -76,11 +78,15 @@ def plan_attention(batch: StageBatch, kv_heads: int, dtype: torch.dtype) -> Atte
         write_rows=None if len(batch.write_rows) == batch.rows else batch.write_rows,
         prefills=prefills,
         decodes=[_plan_decodes(group, batch, heads, dtype) for group in singles.values()],
-        causal=torch.full((BLOCK_ROWS, BLOCK_ROWS + batch.page_size), float("-inf"), dtype=dtype, device=device).triu_(1),
+        causal=torch.full(
+            (BLOCK_ROWS, BLOCK_ROWS + batch.page_size), float("-inf"), dtype=dtype, device=device
+        ).triu_(1),
     )
 
 
-def attend(plan: AttentionPlan, q: Tensor, k: Tensor, v: Tensor, keys: KVSide, values: KVSide) -> Tensor:
+def attend(
+    plan: AttentionPlan, q: Tensor, k: Tensor, v: Tensor, keys: KVSide, values: KVSide
+) -> Tensor:
     """Write `k`, `v` into the pool in place, then attend.
 
     `q (T, heads, head_dim)`, `k`, `v (T, kv_heads, head_dim)`; `keys`, `values`: the layer's part of the pool.
@@ -99,20 +105,28 @@ def attend(plan: AttentionPlan, q: Tensor, k: Tensor, v: Tensor, keys: KVSide, v
         part = slice(prefill.span.row_start, prefill.span.row_stop)
         out[part] = _prefill(prefill, plan.causal, q[part], keys, values)
     for decodes in plan.decodes:
-        out.index_copy_(0, decodes.rows, _decode(decodes, q.index_select(0, decodes.rows), keys, values))
+        out.index_copy_(
+            0, decodes.rows, _decode(decodes, q.index_select(0, decodes.rows), keys, values)
+        )
     return out
 
 
-def _plan_decodes(group: list[int], batch: StageBatch, heads: Tensor, dtype: torch.dtype) -> Decodes:
+def _plan_decodes(
+    group: list[int], batch: StageBatch, heads: Tensor, dtype: torch.dtype
+) -> Decodes:
     spans = [batch.spans[index] for index in group]
     device = batch.positions.device
-    tables = torch.nn.utils.rnn.pad_sequence([batch.page_tables[index] for index in group], batch_first=True)
+    tables = torch.nn.utils.rnn.pad_sequence(
+        [batch.page_tables[index] for index in group], batch_first=True
+    )
     totals = [span.total for span in spans]
     keys = tables.shape[1] * batch.page_size
     mask = None
     if min(totals) < keys:
         unseen = torch.arange(keys, device=device) >= torch.tensor(totals, device=device)[:, None]
-        mask = torch.zeros(unseen.shape, dtype=dtype, device=device).masked_fill_(unseen, float("-inf"))
+        mask = torch.zeros(unseen.shape, dtype=dtype, device=device).masked_fill_(
+            unseen, float("-inf")
+        )
     return Decodes(
         rows=torch.tensor([span.row_start for span in spans], device=device),
         gather=(tables[:, None, :] * len(heads) + heads[:, None]).flatten(),
@@ -130,9 +144,15 @@ def _prefill(work: Prefill, causal: Tensor, q: Tensor, keys: KVSide, values: KVS
     query = q.view(rows, kv_heads, groups, head_dim).permute(1, 2, 0, 3)
     if q.device.type != "cpu":
         k, v = k[:, : span.total], v[:, : span.total]
-        visible = torch.ones(rows, span.total, dtype=torch.bool, device=q.device).tril_(span.context)
+        visible = torch.ones(rows, span.total, dtype=torch.bool, device=q.device).tril_(
+            span.context
+        )
         k, v = (x.unsqueeze(1).expand(-1, groups, -1, -1) for x in (k, v))
-        return F.scaled_dot_product_attention(query, k, v, attn_mask=visible).permute(2, 0, 1, 3).reshape(rows, -1)
+        return (
+            F.scaled_dot_product_attention(query, k, v, attn_mask=visible)
+            .permute(2, 0, 1, 3)
+            .reshape(rows, -1)
+        )
     out = torch.empty(rows, kv_heads, groups, head_dim, dtype=q.dtype, device=q.device)
     query = query * head_dim**-0.5
     for start in range(0, rows, BLOCK_ROWS):
@@ -141,7 +161,9 @@ def _prefill(work: Prefill, causal: Tensor, q: Tensor, keys: KVSide, values: KVS
         seen = -(-(span.context + stop) // page_size) * page_size
         block = query[:, :, start:stop].reshape(kv_heads, -1, head_dim)
         scores = torch.bmm(block, k[:, :seen].transpose(1, 2))
-        scores.view(kv_heads, groups, stop - start, seen)[..., own:].add_(causal[: stop - start, : seen - own])
+        scores.view(kv_heads, groups, stop - start, seen)[..., own:].add_(
+            causal[: stop - start, : seen - own]
+        )
         part = torch.bmm(torch.softmax(scores, -1), v[:, :seen])
         out[start:stop] = part.view(kv_heads, groups, stop - start, head_dim).permute(2, 0, 1, 3)
     return out.view(rows, heads * head_dim)

@@ -84,7 +84,9 @@ class StageBatch:
         return max(span.total for span in self.spans)
 
 
-def build_batch(sequences: Sequence[SequenceWork], page_size: int, device: torch.device | str = "cpu") -> StageBatch:
+def build_batch(
+    sequences: Sequence[SequenceWork], page_size: int, device: torch.device | str = "cpu"
+) -> StageBatch:
     """Lay out `sequences` one after the other and find the slot of each row; no loop over tokens.
 
     Asserts that each sequence has at least one row and that its pages cover `context + rows` tokens.
@@ -94,9 +96,15 @@ def build_batch(sequences: Sequence[SequenceWork], page_size: int, device: torch
     context = np.array([work.context for work in sequences], dtype=np.int64)
     writes = [work.context if work.write_from is None else work.write_from for work in sequences]
     used = -(-(context + rows) // page_size)
-    assert (rows > 0).all() and (context >= 0).all(), "a sequence without rows, or with a negative context"
-    assert all(len(work.pages) >= n for work, n in zip(sequences, used, strict=True)), "pages do not cover the tokens"
-    tables = [np.asarray(work.pages, dtype=np.int64)[:n] for work, n in zip(sequences, used, strict=True)]
+    assert (rows > 0).all() and (context >= 0).all(), (
+        "a sequence without rows, or with a negative context"
+    )
+    assert all(len(work.pages) >= n for work, n in zip(sequences, used, strict=True)), (
+        "pages do not cover the tokens"
+    )
+    tables = [
+        np.asarray(work.pages, dtype=np.int64)[:n] for work, n in zip(sequences, used, strict=True)
+    ]
     flat = np.concatenate(tables)
 
     starts = np.cumsum(rows) - rows

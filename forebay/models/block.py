@@ -28,7 +28,9 @@ class Part:
     @property
     def name(self) -> bytes:
         """What it adds to a page's key in the store."""
-        return _NAME.pack(b"part", self.layers.start, self.layers.stop, self.heads.start, self.heads.stop)
+        return _NAME.pack(
+            b"part", self.layers.start, self.layers.stop, self.heads.start, self.heads.stop
+        )
 
     @classmethod
     def of(cls, config: ModelConfig, shard: Shard) -> "Part":
@@ -82,25 +84,43 @@ class Block:
 def _runs(source: Block, part: Part) -> tuple[Run, ...]:
     target = source.of(part)
     runs: list[Run] = []
-    for unit, source_base, target_base in ((source.head_bytes, 0, 0), (source.scale_bytes, source.numbers_bytes, target.numbers_bytes)):
+    for unit, source_base, target_base in (
+        (source.head_bytes, 0, 0),
+        (source.scale_bytes, source.numbers_bytes, target.numbers_bytes),
+    ):
         heads = _common(source.part.heads, part.heads)
         if not unit or not heads:
             continue
         for layer in _common(source.part.layers, part.layers):
             for side in range(_KEYS_AND_VALUES):
                 begin = source_base + unit * _row(source.part, layer, side, heads.start)
-                _append(runs, Run(begin, target_base + unit * _row(part, layer, side, heads.start), unit * len(heads)))
+                _append(
+                    runs,
+                    Run(
+                        begin,
+                        target_base + unit * _row(part, layer, side, heads.start),
+                        unit * len(heads),
+                    ),
+                )
     return tuple(runs)
 
 
 def _row(part: Part, layer: int, side: int, head: int) -> int:
     """The number of a head's keys or values in a block's order."""
-    return ((layer - part.layers.start) * _KEYS_AND_VALUES + side) * len(part.heads) + head - part.heads.start
+    return (
+        ((layer - part.layers.start) * _KEYS_AND_VALUES + side) * len(part.heads)
+        + head
+        - part.heads.start
+    )
 
 
 def _append(runs: list[Run], run: Run) -> None:
     last = runs[-1] if runs else None
-    if last is not None and last.source + last.length == run.source and last.target + last.length == run.target:
+    if (
+        last is not None
+        and last.source + last.length == run.source
+        and last.target + last.length == run.target
+    ):
         runs[-1] = Run(last.source, last.target, last.length + run.length)
     else:
         runs.append(run)

@@ -42,10 +42,19 @@ class Architecture:
 ARCHITECTURES: Mapping[str, Architecture] = {
     "LlamaForCausalLM": Architecture(),
     "MistralForCausalLM": Architecture(
-        qkv_bias=False, o_bias=False, mlp_bias=False, kv_heads=8, max_context=131072, needs_sliding_window_key=True
+        qkv_bias=False,
+        o_bias=False,
+        mlp_bias=False,
+        kv_heads=8,
+        max_context=131072,
+        needs_sliding_window_key=True,
     ),
-    "Qwen2ForCausalLM": Architecture(qkv_bias=True, o_bias=False, mlp_bias=False, kv_heads=32, max_context=32768),
-    "Qwen3ForCausalLM": Architecture(mlp_bias=False, qk_norm=True, head_dim=128, kv_heads=32, max_context=32768),
+    "Qwen2ForCausalLM": Architecture(
+        qkv_bias=True, o_bias=False, mlp_bias=False, kv_heads=32, max_context=32768
+    ),
+    "Qwen3ForCausalLM": Architecture(
+        mlp_bias=False, qk_norm=True, head_dim=128, kv_heads=32, max_context=32768
+    ),
 }
 
 
@@ -108,9 +117,18 @@ def load_config(path: Path) -> ModelConfig:
         raw = _read_json(path / "config.json")
         generation = _read_json(generation_path) if generation_path.exists() else {}
         return parse_config(raw, generation, where)
-    except (AttributeError, TypeError, ValueError, KeyError, RecursionError, OverflowError) as error:
+    except (
+        AttributeError,
+        TypeError,
+        ValueError,
+        KeyError,
+        RecursionError,
+        OverflowError,
+    ) as error:
         # A value of another type than any model has; which one, the error says better than a check of every field would.
-        raise ModelError(f"{where}: not a model's configuration ({type(error).__name__}: {error}); check the file") from error
+        raise ModelError(
+            f"{where}: not a model's configuration ({type(error).__name__}: {error}); check the file"
+        ) from error
 
 
 def parse_config(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
@@ -128,14 +146,20 @@ def parse_config(raw: Mapping[str, Any], generation: Mapping[str, Any], where: s
     hidden_size = read.size("hidden_size")
     max_context = read.size("max_position_embeddings", architecture.max_context)
     if max_context > MAX_CONTEXT:
-        raise ModelError(f"{where}: max_position_embeddings is {max_context}; at most {MAX_CONTEXT} is supported; check the file")
+        raise ModelError(
+            f"{where}: max_position_embeddings is {max_context}; at most {MAX_CONTEXT} is supported; check the file"
+        )
     head_dim = read.size("head_dim", architecture.head_dim or hidden_size // heads)
     _refuse_unsupported(raw, architecture, max_context, where)
     if head_dim % 2:
-        raise ModelError(f"{where}: head_dim {head_dim} is odd; rotary embeddings need an even one; check the file")
+        raise ModelError(
+            f"{where}: head_dim {head_dim} is odd; rotary embeddings need an even one; check the file"
+        )
     kv_heads = read.size("num_key_value_heads", architecture.kv_heads or heads)
     if heads % kv_heads:
-        raise ModelError(f"{where}: {heads} heads cannot share {kv_heads} key/value heads; check the file")
+        raise ModelError(
+            f"{where}: {heads} heads cannot share {kv_heads} key/value heads; check the file"
+        )
     attention_bias = read.flag("attention_bias", False)
     rope_theta, rope_scaling = _rope(raw, max_context, where)
     return ModelConfig(
@@ -154,7 +178,9 @@ def parse_config(raw: Mapping[str, Any], generation: Mapping[str, Any], where: s
         tied_embeddings=read.flag("tie_word_embeddings", False),
         qkv_bias=attention_bias if architecture.qkv_bias is None else architecture.qkv_bias,
         o_bias=attention_bias if architecture.o_bias is None else architecture.o_bias,
-        mlp_bias=read.flag("mlp_bias", False) if architecture.mlp_bias is None else architecture.mlp_bias,
+        mlp_bias=read.flag("mlp_bias", False)
+        if architecture.mlp_bias is None
+        else architecture.mlp_bias,
         qk_norm=architecture.qk_norm,
         dtype=_dtype(raw, where),
         eos_ids=_token_ids("eos_token_id", generation, raw, where),
@@ -166,11 +192,17 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ModelError(f"{path}: no such file; a model directory needs it; check the path") from None
+        raise ModelError(
+            f"{path}: no such file; a model directory needs it; check the path"
+        ) from None
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ModelError(f"{path}: cannot be read as JSON ({error}); fetch the model again") from None
+        raise ModelError(
+            f"{path}: cannot be read as JSON ({error}); fetch the model again"
+        ) from None
     if not isinstance(value, dict):
-        raise ModelError(f"{path}: holds {type(value).__name__}, expected a JSON object; fetch the model again")
+        raise ModelError(
+            f"{path}: holds {type(value).__name__}, expected a JSON object; fetch the model again"
+        )
     return value
 
 
@@ -185,25 +217,33 @@ class _Reader:
         value = self.raw.get(key)
         value = default if value is None else value
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ModelError(f"{self.where}: {key} is {value!r}; it must be a whole number above 0; check the file")
+            raise ModelError(
+                f"{self.where}: {key} is {value!r}; it must be a whole number above 0; check the file"
+            )
         return value
 
     def number(self, key: str, default: float) -> float:
         value = self.raw.get(key)
         value = default if value is None else value
         if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
-            raise ModelError(f"{self.where}: {key} is {value!r}; it must be a number above 0; check the file")
+            raise ModelError(
+                f"{self.where}: {key} is {value!r}; it must be a number above 0; check the file"
+            )
         return float(value)
 
     def flag(self, key: str, default: bool) -> bool:
         value = self.raw.get(key)
         value = default if value is None else value
         if not isinstance(value, bool):
-            raise ModelError(f"{self.where}: {key} is {value!r}; it must be true or false; check the file")
+            raise ModelError(
+                f"{self.where}: {key} is {value!r}; it must be true or false; check the file"
+            )
         return value
 
 
-def _refuse_unsupported(raw: Mapping[str, Any], architecture: Architecture, max_context: int, where: str) -> None:
+def _refuse_unsupported(
+    raw: Mapping[str, Any], architecture: Architecture, max_context: int, where: str
+) -> None:
     if raw.get("quantization_config"):
         method = raw["quantization_config"].get("quant_method", "unknown")
         raise ModelError(
@@ -212,9 +252,13 @@ def _refuse_unsupported(raw: Mapping[str, Any], architecture: Architecture, max_
         )
     activation = raw.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):
-        raise ModelError(f"{where}: hidden_act {activation!r} is not supported; allowed: silu; use another model")
+        raise ModelError(
+            f"{where}: hidden_act {activation!r} is not supported; allowed: silu; use another model"
+        )
     if raw.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ModelError(f"{where}: partial_rotary_factor other than 1.0 is not supported; use another model")
+        raise ModelError(
+            f"{where}: partial_rotary_factor other than 1.0 is not supported; use another model"
+        )
     window = _sliding_window(raw, architecture, where)
     if window is not None and window < max_context:
         raise ModelError(
@@ -228,7 +272,9 @@ def _sliding_window(raw: Mapping[str, Any], architecture: Architecture, where: s
     if layer_types and any(kind != "full_attention" for kind in layer_types):
         return int(raw.get("sliding_window") or 0)
     if architecture.needs_sliding_window_key and "sliding_window" not in raw:
-        raise ModelError(f"{where}: sliding_window is absent, which means 4096; only null is supported")
+        raise ModelError(
+            f"{where}: sliding_window is absent, which means 4096; only null is supported"
+        )
     switched_off = not raw.get("use_sliding_window", architecture.needs_sliding_window_key)
     window = raw.get("sliding_window")
     return None if switched_off or window is None else int(window)
@@ -238,19 +284,28 @@ def _dtype(raw: Mapping[str, Any], where: str) -> str:
     """The dtype the model was published in; float32, which loses nothing, where the file does not say."""
     value = raw.get("dtype", raw.get("torch_dtype")) or "float32"
     if value not in DTYPES:
-        raise ModelError(f"{where}: dtype {value!r} is not supported; allowed: {', '.join(DTYPES)}; use another model")
+        raise ModelError(
+            f"{where}: dtype {value!r} is not supported; allowed: {', '.join(DTYPES)}; use another model"
+        )
     return str(value)
 
 
-def _token_ids(key: str, generation: Mapping[str, Any], raw: Mapping[str, Any], where: str) -> tuple[int, ...]:
+def _token_ids(
+    key: str, generation: Mapping[str, Any], raw: Mapping[str, Any], where: str
+) -> tuple[int, ...]:
     """Ids as an int, a list or absent; the generation config's word counts before the model's."""
     value = generation.get(key)
     value = raw.get(key) if value is None else value
     if value is None:
         return ()
     ids = value if isinstance(value, list) else [value]
-    if not all(isinstance(token, int) and not isinstance(token, bool) and 0 <= token < 2**32 for token in ids):
-        raise ModelError(f"{where}: {key} is {value!r}; it must be a token id or a list of them; check the file")
+    if not all(
+        isinstance(token, int) and not isinstance(token, bool) and 0 <= token < 2**32
+        for token in ids
+    ):
+        raise ModelError(
+            f"{where}: {key} is {value!r}; it must be a token id or a list of them; check the file"
+        )
     return tuple(ids)
 
 
@@ -261,23 +316,37 @@ def _rope(raw: Mapping[str, Any], max_context: int, where: str) -> tuple[float, 
     if raw.get("rope_parameters"):
         theta = parameters.get("rope_theta", theta)
     if not isinstance(theta, int | float) or theta <= 0:
-        raise ModelError(f"{where}: rope_theta is {theta!r}; it must be a number above 0; check the file")
+        raise ModelError(
+            f"{where}: rope_theta is {theta!r}; it must be a number above 0; check the file"
+        )
     if parameters.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ModelError(f"{where}: partial_rotary_factor other than 1.0 is not supported; use another model")
+        raise ModelError(
+            f"{where}: partial_rotary_factor other than 1.0 is not supported; use another model"
+        )
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     if kind == "default":
         return float(theta), None
     if kind not in ("linear", "llama3", "yarn"):
-        raise ModelError(f"{where}: rope scaling {kind!r} is not supported; allowed: default, linear, llama3, yarn; use another model")
+        raise ModelError(
+            f"{where}: rope scaling {kind!r} is not supported; allowed: default, linear, llama3, yarn; use another model"
+        )
     return float(theta), _scaling(kind, parameters, max_context, raw, where)
 
 
-def _scaling(kind: str, parameters: Mapping[str, Any], max_context: int, raw: Mapping[str, Any], where: str) -> RopeScaling:
+def _scaling(
+    kind: str, parameters: Mapping[str, Any], max_context: int, raw: Mapping[str, Any], where: str
+) -> RopeScaling:
     read = _Reader(parameters, f"{where} (rope scaling)")
-    original = parameters.get("original_max_position_embeddings") or raw.get("original_max_position_embeddings")
+    original = parameters.get("original_max_position_embeddings") or raw.get(
+        "original_max_position_embeddings"
+    )
     if kind != "linear" and original is None:
-        raise ModelError(f"{where}: rope scaling {kind} needs original_max_position_embeddings; check the file")
-    for key in ("factor",) if kind != "llama3" else ("factor", "low_freq_factor", "high_freq_factor"):
+        raise ModelError(
+            f"{where}: rope scaling {kind} needs original_max_position_embeddings; check the file"
+        )
+    for key in (
+        ("factor",) if kind != "llama3" else ("factor", "low_freq_factor", "high_freq_factor")
+    ):
         if parameters.get(key) is None:
             raise ModelError(f"{where}: rope scaling {kind} needs {key}; check the file")
     attention_factor = parameters.get("attention_factor")

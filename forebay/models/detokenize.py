@@ -18,7 +18,9 @@ from collections.abc import Sequence
 from forebay.models.tokenizer import Tokenizer
 
 _REPLACEMENT = "\ufffd"
-_PENDING_MAX = 8  # a character has at most 4 byte tokens; a longer wait means that the bytes are no text
+_PENDING_MAX = (
+    8  # a character has at most 4 byte tokens; a longer wait means that the bytes are no text
+)
 
 
 class IncrementalDetokenizer:
@@ -32,7 +34,11 @@ class IncrementalDetokenizer:
         self._tokenizer = tokenizer
         self._skipped = tokenizer.special_ids if skip_special else frozenset()
         self._skip_special = skip_special
-        self._bytes = codecs.getincrementaldecoder("utf-8")(errors="replace") if tokenizer.is_byte_level else None
+        self._bytes = (
+            codecs.getincrementaldecoder("utf-8")(errors="replace")
+            if tokenizer.is_byte_level
+            else None
+        )
         self._window: list[int] = []
         self._read = 0
 
@@ -40,7 +46,9 @@ class IncrementalDetokenizer:
         """Take the next ids; returns the text that they complete, "" while a character is unfinished."""
         kept = [token for token in ids if token not in self._skipped]
         if self._bytes is not None:
-            return self._bytes.decode(b"".join(self._tokenizer.token_bytes(token) for token in kept))
+            return self._bytes.decode(
+                b"".join(self._tokenizer.token_bytes(token) for token in kept)
+            )
         return "".join(self._push_one(token) for token in kept)
 
     def finish(self) -> str:

@@ -64,7 +64,9 @@ def _file_marks(file: Path) -> tuple[bytes, ...]:
             lead = stream.read(8)
             header_bytes = struct.unpack("<Q", lead)[0] if len(lead) == 8 else -1
             if not 0 <= header_bytes <= min(size - 8, _HEADER_BYTES_MAX):
-                raise ModelError(f"{file}: damaged or truncated (bad header length); fetch the model again")
+                raise ModelError(
+                    f"{file}: damaged or truncated (bad header length); fetch the model again"
+                )
             header = stream.read(header_bytes)
             first = stream.read(_EDGE_BYTES)
             stream.seek(max(8 + header_bytes, size - _EDGE_BYTES))
@@ -80,11 +82,22 @@ def read_index(path: Path) -> dict[str, Path]:
     try:
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         files = {str(name): str(file) for name, file in weight_map.items()}
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
-        raise ModelError(f"{index}: not a safetensors index ({error!r}); fetch the model again") from None
+    except (
+        OSError,
+        UnicodeDecodeError,
+        json.JSONDecodeError,
+        KeyError,
+        TypeError,
+        AttributeError,
+    ) as error:
+        raise ModelError(
+            f"{index}: not a safetensors index ({error!r}); fetch the model again"
+        ) from None
     for file in files.values():
         if Path(file).name != file:
-            raise ModelError(f"{index}: names {file!r}, which is not a file in its own directory; fetch the model again")
+            raise ModelError(
+                f"{index}: names {file!r}, which is not a file in its own directory; fetch the model again"
+            )
     if not files:
         raise ModelError(f"{index}: names no tensor; fetch the model again")
     return {name: path / file for name, file in files.items()}

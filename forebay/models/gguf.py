@@ -83,7 +83,11 @@ class _Source:
 def cache_dir() -> Path:
     """Where converted models are kept: FOREBAY_CACHE_DIR, else the platform's user cache directory."""
     override = os.environ.get("FOREBAY_CACHE_DIR")
-    return Path(override) if override else Path(platformdirs.user_cache_dir("forebay", appauthor=False))
+    return (
+        Path(override)
+        if override
+        else Path(platformdirs.user_cache_dir("forebay", appauthor=False))
+    )
 
 
 def convert_gguf(file: Path) -> Path:
@@ -103,7 +107,9 @@ def convert_gguf(file: Path) -> Path:
             if not target.is_dir():
                 _build(file, target)
     except OSError as error:
-        raise ModelError(f"{target}: cannot be written ({error}); free space or set FOREBAY_CACHE_DIR to another directory") from None
+        raise ModelError(
+            f"{target}: cannot be written ({error}); free space or set FOREBAY_CACHE_DIR to another directory"
+        ) from None
     return target
 
 
@@ -164,11 +170,15 @@ def _write_directory(file: Path, into: Path) -> None:
     try:
         _write_safetensors(into / "model.safetensors", sources)
     except (ValueError, IndexError) as error:
-        raise ModelError(f"{file}: cannot be dequantised ({error}); fetch it again, or use another quantisation of the model") from None
+        raise ModelError(
+            f"{file}: cannot be dequantised ({error}); fetch it again, or use another quantisation of the model"
+        ) from None
 
 
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(value, indent=2, ensure_ascii=False, sort_keys=True) + "\n", encoding="utf-8")
+    path.write_text(
+        json.dumps(value, indent=2, ensure_ascii=False, sort_keys=True) + "\n", encoding="utf-8"
+    )
 
 
 def _read(file: Path) -> tuple[dict[str, Any], list[_Source]]:
@@ -184,14 +194,19 @@ def _read(file: Path) -> tuple[dict[str, Any], list[_Source]]:
         raise ModelError(f"{file}: damaged or truncated ({error}); fetch it again") from None
     name = str(metadata.get("general.architecture"))
     if name not in _FAMILIES:
-        raise ModelError(f"{file}: architecture {name!r} is not supported; allowed: {', '.join(_FAMILIES)}; use another file")
+        raise ModelError(
+            f"{file}: architecture {name!r} is not supported; allowed: {', '.join(_FAMILIES)}; use another file"
+        )
     read = _Metadata(metadata, file)
     heads = read.size("attention.head_count")
     permuted = {"attn_q": heads, "attn_k": read.size("attention.head_count_kv", heads)}
     for tensor in reader.tensors:
         if not _can_dequantise(tensor.tensor_type):
             raise _unknown_quantisation(file, tensor.tensor_type.name)
-    return metadata, [_source(tensor, permuted if _FAMILIES[name].is_permuted else {}, file) for tensor in reader.tensors]
+    return metadata, [
+        _source(tensor, permuted if _FAMILIES[name].is_permuted else {}, file)
+        for tensor in reader.tensors
+    ]
 
 
 def _can_dequantise(kind: Any) -> bool:
@@ -210,7 +225,9 @@ def _unknown_quantisation(file: Path, name: str) -> ModelError:
     from gguf import GGMLQuantizationType
 
     allowed = [kind.name for kind in GGMLQuantizationType if _can_dequantise(kind)]
-    return ModelError(f"{file}: weights of type {name} are not supported; allowed: {', '.join(allowed)}; use one of these")
+    return ModelError(
+        f"{file}: weights of type {name} are not supported; allowed: {', '.join(allowed)}; use one of these"
+    )
 
 
 def _source(tensor: Any, permuted: Mapping[str, int], file: Path) -> _Source:
@@ -231,9 +248,15 @@ def _config(metadata: Mapping[str, Any], sources: list[_Source], file: Path) -> 
     """config.json; the dtype is bfloat16, since the weights were quantised from it and `--dtype auto` follows it."""
     names = {source.name: source for source in sources}
     if "model.embed_tokens.weight" not in names:
-        raise ModelError(f"{file}: holds no token embeddings; it may be one part of a split file; join the parts first")
+        raise ModelError(
+            f"{file}: holds no token embeddings; it may be one part of a split file; join the parts first"
+        )
     read = _Metadata(metadata, file)
-    heads, hidden, context = read.size("attention.head_count"), read.size("embedding_length"), read.size("context_length")
+    heads, hidden, context = (
+        read.size("attention.head_count"),
+        read.size("embedding_length"),
+        read.size("context_length"),
+    )
     eos = [metadata.get("tokenizer.ggml.eos_token_id"), metadata.get("tokenizer.ggml.eot_token_id")]
     scaling = _rope_scaling(read)
     _refuse_window(read, context)
@@ -275,13 +298,17 @@ class _Metadata:
         """Raises ModelError for one that is absent and has no default."""
         found = self.all.get(f"{self.family}.{key}", default)
         if found is None:
-            raise ModelError(f"{self.file}: metadata lacks {self.family}.{key}; fetch it again or use another file")
+            raise ModelError(
+                f"{self.file}: metadata lacks {self.family}.{key}; fetch it again or use another file"
+            )
         return found
 
     def size(self, key: str, default: int | None = None) -> int:
         found = self.value(key, default)
         if not isinstance(found, int):
-            raise ModelError(f"{self.file}: {self.family}.{key} is {found!r}; one whole number is supported; use another file")
+            raise ModelError(
+                f"{self.file}: {self.family}.{key} is {found!r}; one whole number is supported; use another file"
+            )
         return found
 
 
@@ -310,7 +337,9 @@ def _rope_scaling(read: _Metadata) -> dict[str, Any] | None:
         return None
     if kind == "linear":
         return {"rope_type": "linear", "factor": float(read.value("rope.scaling.factor"))}
-    raise ModelError(f"{read.file}: rope scaling {kind!r} is not supported; allowed: none, linear; use another file")
+    raise ModelError(
+        f"{read.file}: rope scaling {kind!r} is not supported; allowed: none, linear; use another file"
+    )
 
 
 def _write_safetensors(path: Path, sources: list[_Source]) -> None:
@@ -321,14 +350,20 @@ def _write_safetensors(path: Path, sources: list[_Source]) -> None:
     offset = 0
     for source in sources:
         size = 4 * int(np.prod(source.shape))
-        header[source.name] = {"dtype": "F32", "shape": source.shape, "data_offsets": [offset, offset + size]}
+        header[source.name] = {
+            "dtype": "F32",
+            "shape": source.shape,
+            "data_offsets": [offset, offset + size],
+        }
         offset += size
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     with path.open("wb") as stream:
         stream.write(len(text).to_bytes(8, "little") + text)
         for source in sources:
-            values = dequantize(source.data, source.kind).astype("<f4", copy=False).reshape(source.shape)
+            values = (
+                dequantize(source.data, source.kind).astype("<f4", copy=False).reshape(source.shape)
+            )
             stream.write(np.ascontiguousarray(_unpermute(values, source.heads)).tobytes())
 
 

@@ -9,7 +9,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    normalizers,
+    pre_tokenizers,
+    processors,
+)
 from tokenizers.models import BPE
 
 from forebay.models.byte_alphabet import byte_alphabet
@@ -51,13 +59,17 @@ def build_tokenizer(metadata: Mapping[str, Any], where: str) -> tuple[Tokenizer,
     kind = metadata.get("tokenizer.ggml.model")
     tokens = metadata.get("tokenizer.ggml.tokens")
     if not isinstance(tokens, list) or not tokens:
-        raise ModelError(f"{where}: holds no tokenizer; use a .gguf file with one, or a Hugging Face directory")
+        raise ModelError(
+            f"{where}: holds no tokenizer; use a .gguf file with one, or a Hugging Face directory"
+        )
     if kind == "gpt2":
         tokenizer = _byte_level(tokens, metadata, where)
     elif kind == "llama":
         tokenizer = _sentencepiece(tokens, metadata, where)
     else:
-        raise ModelError(f"{where}: tokenizer {kind!r} is not supported; allowed: gpt2, llama; use another file")
+        raise ModelError(
+            f"{where}: tokenizer {kind!r} is not supported; allowed: gpt2, llama; use another file"
+        )
     _add_tokens(tokenizer, tokens, metadata.get("tokenizer.ggml.token_type") or [], kind)
     settings: dict[str, Any] = {
         "add_bos_token": bool(metadata.get("tokenizer.ggml.add_bos_token", kind == "llama")),
@@ -83,11 +95,15 @@ def _byte_level(tokens: Sequence[str], metadata: Mapping[str, Any], where: str) 
     spelling = byte_alphabet()
     alphabet = set(spelling)
     vocab = {
-        token if set(token) <= alphabet else "".join(spelling[byte] for byte in token.encode()): index
+        token
+        if set(token) <= alphabet
+        else "".join(spelling[byte] for byte in token.encode()): index
         for index, token in enumerate(tokens)
     }
     merges = [tuple(merge.split(" ")) for merge in metadata.get("tokenizer.ggml.merges") or []]
-    tokenizer = _bpe(where, vocab=vocab, merges=merges, continuing_subword_prefix="", end_of_word_suffix="")
+    tokenizer = _bpe(
+        where, vocab=vocab, merges=merges, continuing_subword_prefix="", end_of_word_suffix=""
+    )
     split = _SPLITS[name]
     if split is None:
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -108,11 +124,22 @@ def _sentencepiece(tokens: Sequence[str], metadata: Mapping[str, Any], where: st
     """Sentencepiece BPE with byte fallback; merges from the file, or recovered from the vocabulary's scores."""
     vocab = {token: index for index, token in enumerate(tokens)}
     stated = metadata.get("tokenizer.ggml.merges")
-    merges = [tuple(merge.split(" ")) for merge in stated] if stated else _merges_from_scores(vocab, metadata["tokenizer.ggml.scores"])
+    merges = (
+        [tuple(merge.split(" ")) for merge in stated]
+        if stated
+        else _merges_from_scores(vocab, metadata["tokenizer.ggml.scores"])
+    )
     tokenizer = _bpe(where, vocab=vocab, merges=merges, fuse_unk=True, byte_fallback=True)
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme="always", split=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(
+        replacement="▁", prepend_scheme="always", split=False
+    )
     tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(content=" ", left=1)]
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(content=" ", left=1),
+        ]
     )
     return tokenizer
 
@@ -121,21 +148,29 @@ def _bpe(where: str, **options: Any) -> Tokenizer:
     try:
         return Tokenizer(BPE(**options))
     except Exception as error:  # the library raises plain Exception
-        raise ModelError(f"{where}: its vocabulary and merges do not fit together ({error}); use another file") from None
+        raise ModelError(
+            f"{where}: its vocabulary and merges do not fit together ({error}); use another file"
+        ) from None
 
 
 def _merges_from_scores(vocab: Mapping[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
     """Every way to cut a token into two tokens, best score first."""
     cuts: list[tuple[float, int, int, str, str]] = []
     for token, index in vocab.items():
-        pairs = [(token[:cut], token[cut:]) for cut in range(1, len(token)) if token[:cut] in vocab and token[cut:] in vocab]
+        pairs = [
+            (token[:cut], token[cut:])
+            for cut in range(1, len(token))
+            if token[:cut] in vocab and token[cut:] in vocab
+        ]
         pairs.sort(key=lambda pair: (vocab[pair[0]], vocab[pair[1]]))
         cuts.extend((scores[index], len(left), len(right), left, right) for left, right in pairs)
     cuts.sort(key=lambda cut: cut[:3], reverse=True)
     return [(left, right) for *_, left, right in cuts]
 
 
-def _add_tokens(tokenizer: Tokenizer, tokens: Sequence[str], kinds: Sequence[int], kind: str) -> None:
+def _add_tokens(
+    tokenizer: Tokenizer, tokens: Sequence[str], kinds: Sequence[int], kind: str
+) -> None:
     """Control tokens become special, user-defined ones plain added tokens; both are found whole in text.
 
     A byte-level control token outside the byte alphabet is a mislabelled one (llama.cpp does that) and is left out.

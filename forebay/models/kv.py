@@ -25,7 +25,11 @@ from forebay.models.shard import Shard
 
 def page_block(config: ModelConfig, shard: Shard, page_size: int, form: KvFormat) -> Block:
     """The bytes of one page on one rank: all its layers, keys and values."""
-    return Block(Part.of(config, shard), page_size * config.head_dim * form.storage.itemsize, page_size * form.scale_bytes)
+    return Block(
+        Part.of(config, shard),
+        page_size * config.head_dim * form.storage.itemsize,
+        page_size * form.scale_bytes,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +54,11 @@ class KVSide:
         """``(runs, keys, head_dim)`` in ``dtype``: page-heads strung together, ``runs`` strings of equal length."""
         page_size, head_dim = self.pages.shape[2:]
         codes = self.pages.view(-1, page_size, head_dim).index_select(0, page_heads)
-        scales = None if self.scales is None else self.scales.view(-1, page_size).index_select(0, page_heads)
+        scales = (
+            None
+            if self.scales is None
+            else self.scales.view(-1, page_size).index_select(0, page_heads)
+        )
         return self.form.decode(codes, scales, dtype).view(runs, -1, head_dim)
 
 
@@ -109,6 +117,7 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     """Zeros that cost no memory before they are written: `torch.zeros` would touch every byte of a pool of gigabytes at once."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    return torch.frombuffer(mmap.mmap(-1, math.prod(shape) * dtype.itemsize, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=dtype).view(
-        shape
-    )
+    return torch.frombuffer(
+        mmap.mmap(-1, math.prod(shape) * dtype.itemsize, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS),
+        dtype=dtype,
+    ).view(shape)

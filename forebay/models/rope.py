@@ -75,17 +75,28 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def _llama3(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
     """Long waves are slowed by `factor`, short ones kept, those between interpolated."""
     waves = 2 * math.pi / frequencies
-    long, short = (scaling.original_max_context / f for f in (scaling.low_freq_factor, scaling.high_freq_factor))
-    smooth = (scaling.original_max_context / waves - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    long, short = (
+        scaling.original_max_context / f
+        for f in (scaling.low_freq_factor, scaling.high_freq_factor)
+    )
+    smooth = (scaling.original_max_context / waves - scaling.low_freq_factor) / (
+        scaling.high_freq_factor - scaling.low_freq_factor
+    )
     between = (1 - smooth) * frequencies / scaling.factor + smooth * frequencies
-    return torch.where(waves > long, frequencies / scaling.factor, torch.where(waves < short, frequencies, between))
+    return torch.where(
+        waves > long, frequencies / scaling.factor, torch.where(waves < short, frequencies, between)
+    )
 
 
 def _yarn(theta: float, dim: int, scaling: RopeScaling) -> Tensor:
     """Interpolate slow dimensions, keep fast ones, with a linear ramp between (YaRN, section 3.2)."""
 
     def dimension(rotations: float) -> float:
-        return dim * math.log(scaling.original_max_context / (rotations * 2 * math.pi)) / (2 * math.log(theta))
+        return (
+            dim
+            * math.log(scaling.original_max_context / (rotations * 2 * math.pi))
+            / (2 * math.log(theta))
+        )
 
     low, high = dimension(scaling.beta_fast), dimension(scaling.beta_slow)
     if scaling.truncate:

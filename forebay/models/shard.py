@@ -70,7 +70,9 @@ def split_layers(layers: int, pp: int) -> list[range]:
     Raises ModelError when a stage would be empty.
     """
     if not 1 <= pp <= layers:
-        raise ModelError(f"pp {pp} does not fit a model of {layers} layers; allowed: 1 to {layers}; choose --pp there")
+        raise ModelError(
+            f"pp {pp} does not fit a model of {layers} layers; allowed: 1 to {layers}; choose --pp there"
+        )
     size, longer = divmod(layers, pp)
     bounds = [stage * size + min(stage, longer) for stage in range(pp + 1)]
     return [range(start, stop) for start, stop in itertools.pairwise(bounds)]
@@ -81,7 +83,9 @@ def check_tp(config: ModelConfig, tp_size: int) -> None:
     sizes = (config.heads, config.kv_heads, config.intermediate_size)
     if tp_size >= 1 and not any(size % tp_size for size in sizes):
         return
-    allowed = [str(tp) for tp in range(1, config.kv_heads + 1) if not any(size % tp for size in sizes)]
+    allowed = [
+        str(tp) for tp in range(1, config.kv_heads + 1) if not any(size % tp for size in sizes)
+    ]
     raise ModelError(
         f"tp {tp_size} does not divide {config.heads} heads, {config.kv_heads} key/value heads and "
         f"{config.intermediate_size} intermediate rows; allowed: {', '.join(allowed)}; choose --tp from these"
@@ -91,4 +95,7 @@ def check_tp(config: ModelConfig, tp_size: int) -> None:
 def shards(config: ModelConfig, pp: int, tp: int) -> list[list[Shard]]:
     """All shards of a grid, `[stage][tp rank]`. Raises ModelError when the grid does not fit the model."""
     check_tp(config, tp)
-    return [[Shard(part.start, part.stop, config.layers, rank, tp) for rank in range(tp)] for part in split_layers(config.layers, pp)]
+    return [
+        [Shard(part.start, part.stop, config.layers, rank, tp) for rank in range(tp)]
+        for part in split_layers(config.layers, pp)
+    ]

@@ -36,7 +36,9 @@ class Tokenizer:
         self.path = Path(path)
         file = self.path / "tokenizer.json"
         if not file.is_file():
-            raise ModelError(f"{file}: no such file; a model directory needs it; convert the tokenizer or check the path")
+            raise ModelError(
+                f"{file}: no such file; a model directory needs it; convert the tokenizer or check the path"
+            )
         try:
             self._backend = Backend.from_file(str(file))
         except Exception as error:  # the library raises plain Exception for every kind of damage
@@ -48,11 +50,18 @@ class Tokenizer:
         settings = _read_settings(self.path / "tokenizer_config.json")
         self.bos_token = _special(settings, "bos_token")
         self.eos_token = _special(settings, "eos_token")
-        self._names = {name: _special(settings, name) for name in ("bos_token", "eos_token", "unk_token", "pad_token")}
+        self._names = {
+            name: _special(settings, name)
+            for name in ("bos_token", "eos_token", "unk_token", "pad_token")
+        }
         self.chat_template = _chat_template(self.path, settings)
         added = self._backend.get_added_tokens_decoder()
         self.special_ids = frozenset(index for index, token in added.items() if token.special)
-        decoder = json.loads(self._backend.to_str())["decoder"] if self._backend.decoder is not None else None
+        decoder = (
+            json.loads(self._backend.to_str())["decoder"]
+            if self._backend.decoder is not None
+            else None
+        )
         self.is_byte_level = decoder is not None and decoder["type"] == "ByteLevel"
 
     @property
@@ -96,16 +105,25 @@ class Tokenizer:
         except KeyError:  # an added token, spelled in plain text
             return token.encode()
 
-    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **variables: Any) -> str:
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        **variables: Any,
+    ) -> str:
         """The prompt text of a conversation; encode it with `add_special=False`.
 
         Raises ModelError when the model has no chat template, TemplateError when the template refuses the messages.
         """
         template = self._template
-        values = {name: token for name, token in self._names.items() if token is not None} | variables
+        values = {
+            name: token for name, token in self._names.items() if token is not None
+        } | variables
         try:
             return template.render(
-                messages=[dict(message) for message in messages], add_generation_prompt=add_generation_prompt, **values
+                messages=[dict(message) for message in messages],
+                add_generation_prompt=add_generation_prompt,
+                **values,
             )
         except (jinja2.TemplateError, TypeError, KeyError, ValueError, AttributeError) as error:
             raise TemplateError(f"the chat template refuses these messages: {error}") from None
@@ -113,10 +131,14 @@ class Tokenizer:
     @cached_property
     def _template(self) -> jinja2.Template:
         if self.chat_template is None:
-            raise ModelError(f"{self.path}: the model has no chat template; allowed: plain completions; use an instruct model for chat")
+            raise ModelError(
+                f"{self.path}: the model has no chat template; allowed: plain completions; use an instruct model for chat"
+            )
         # The settings of Hugging Face's apply_chat_template. A template is a stranger's code, hence the sandbox.
         environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=[_GenerationTag, jinja2.ext.loopcontrols],
         )
         environment.filters["tojson"] = _tojson
         environment.globals["raise_exception"] = _raise_exception
@@ -124,7 +146,9 @@ class Tokenizer:
         try:
             return environment.from_string(self.chat_template)
         except jinja2.TemplateSyntaxError as error:
-            raise ModelError(f"{self.path}: the chat template is malformed ({error}); fetch the model again") from None
+            raise ModelError(
+                f"{self.path}: the chat template is malformed ({error}); fetch the model again"
+            ) from None
 
 
 class _GenerationTag(jinja2.ext.Extension):
@@ -137,9 +161,17 @@ class _GenerationTag(jinja2.ext.Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False) -> str:
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: Any = None,
+    sort_keys: bool = False,
+) -> str:
     """Unlike jinja2's own filter this does not escape HTML, as templates expect."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 def _raise_exception(message: str) -> NoReturn:
@@ -156,7 +188,9 @@ def _read_settings(path: Path) -> dict[str, Any]:
     try:
         settings = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ModelError(f"{path}: cannot be read as JSON ({error}); fetch the model again") from None
+        raise ModelError(
+            f"{path}: cannot be read as JSON ({error}); fetch the model again"
+        ) from None
     if not isinstance(settings, dict):
         raise ModelError(f"{path}: expected a JSON object; fetch the model again")
     return settings

@@ -14,7 +14,13 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from forebay.models.errors import ModelError
-from forebay.models.fingerprint import INDEX_NAME, SINGLE_NAME, fingerprint, read_index, weight_files
+from forebay.models.fingerprint import (
+    INDEX_NAME,
+    SINGLE_NAME,
+    fingerprint,
+    read_index,
+    weight_files,
+)
 
 __all__ = ["Checkpoint", "fingerprint", "weight_files"]
 
@@ -40,7 +46,12 @@ class Checkpoint:
     def __enter__(self) -> Checkpoint:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
         self.close()
 
     def close(self) -> None:
@@ -66,13 +77,19 @@ class Checkpoint:
             part = self._handle(path).get_slice(name)
             found = tuple(part.get_shape())
             if found != shape:
-                raise ModelError(f"{path}: tensor {name} has shape {found}, config.json asks for {shape}; fetch the model again")
+                raise ModelError(
+                    f"{path}: tensor {name} has shape {found}, config.json asks for {shape}; fetch the model again"
+                )
             row = slice(rows.start, rows.stop) if rows is not None else slice(None)
             tensor = part[row] if columns is None else part[row, columns.start : columns.stop]
         except SafetensorError as error:
-            raise ModelError(f"{path}: tensor {name} cannot be read ({error}); fetch the model again") from None
+            raise ModelError(
+                f"{path}: tensor {name} cannot be read ({error}); fetch the model again"
+            ) from None
         if tensor.dtype not in _FLOATS:
-            raise ModelError(f"{path}: tensor {name} is {tensor.dtype}; allowed: float32, bfloat16, float16; use an unquantised model")
+            raise ModelError(
+                f"{path}: tensor {name} is {tensor.dtype}; allowed: float32, bfloat16, float16; use an unquantised model"
+            )
         result: Tensor = tensor.to(dtype).contiguous()
         # A slice may alias the mapping; the copy is what lets the file be unmapped.
         return result.clone() if result.data_ptr() == tensor.data_ptr() else result
@@ -80,7 +97,9 @@ class Checkpoint:
     def _locate(self, name: str) -> Path:
         path = self._single or self._file_of.get(name)
         if path is None:
-            raise ModelError(f"{self.path / INDEX_NAME}: no file for tensor {name}; fetch the model again")
+            raise ModelError(
+                f"{self.path / INDEX_NAME}: no file for tensor {name}; fetch the model again"
+            )
         if name not in self._handle(path).keys():  # noqa: SIM118 - the handle is no mapping
             raise ModelError(f"{path}: tensor {name} is missing; fetch the model again")
         return path
@@ -90,7 +109,11 @@ class Checkpoint:
             try:
                 self._open[path] = safe_open(path, framework="pt", device="cpu")
             except FileNotFoundError:
-                raise ModelError(f"{path}: no such file; {INDEX_NAME} names it; fetch the model again") from None
+                raise ModelError(
+                    f"{path}: no such file; {INDEX_NAME} names it; fetch the model again"
+                ) from None
             except (SafetensorError, OSError) as error:
-                raise ModelError(f"{path}: damaged or truncated ({error}); fetch the model again") from None
+                raise ModelError(
+                    f"{path}: damaged or truncated ({error}); fetch the model again"
+                ) from None
         return self._open[path]

@@ -95,11 +95,21 @@ class SpanRing:
         return cls(process, mmap.mmap(fd, 0))
 
     def record(
-        self, kind: SpanKind, start_ns: int, id: int = 0, value: int = 0, part: int = -1, request: int = 0, *, end_ns: int | None = None
+        self,
+        kind: SpanKind,
+        start_ns: int,
+        id: int = 0,
+        value: int = 0,
+        part: int = -1,
+        request: int = 0,
+        *,
+        end_ns: int | None = None,
     ) -> None:
         """A span that began at ``start_ns`` and ends now (or at ``end_ns``)."""
         duration = (time.monotonic_ns() if end_ns is None else end_ns) - start_ns
-        number = next(self._sequence)  # one step under the interpreter's lock, so no two threads get the same
+        number = next(
+            self._sequence
+        )  # one step under the interpreter's lock, so no two threads get the same
         at = number % self._capacity * RECORD_BYTES
         _RECORD.pack_into(
             self._memory, at, number, start_ns, duration, id, value, request, self._pid, _INDEX[kind], part, number
@@ -109,7 +119,15 @@ class SpanRing:
         """Spans as the planner's core says them."""
         for span in spans:
             start = int(span.start * NS)
-            self.record(span.kind, start, span.id, span.value, span.part, span.request, end_ns=int(span.end * NS))
+            self.record(
+                span.kind,
+                start,
+                span.id,
+                span.value,
+                span.part,
+                span.request,
+                end_ns=int(span.end * NS),
+            )
 
     def snapshot(self) -> Records:
         """The records that are whole, oldest first; a copy."""
@@ -157,7 +175,9 @@ class Rings:
             records = records[records["start_ns"] + records["duration_ns"] >= since_ns]
             dumps.append(RingDump(name, records.tobytes()))
         kinds = tuple(kind.value for kind in _KINDS)
-        return FlightRecord(_VERSION, reason, time.time_ns(), time.monotonic_ns(), _boot_id(), kinds, tuple(dumps))
+        return FlightRecord(
+            _VERSION, reason, time.time_ns(), time.monotonic_ns(), _boot_id(), kinds, tuple(dumps)
+        )
 
 
 def spans_of(record: FlightRecord) -> dict[str, list[Span]]:
@@ -187,10 +207,16 @@ def read_flight_record(path: Path) -> FlightRecord:
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not a flight record: {error}") from error
     if record.version != _VERSION:
-        raise ValueError(f"{path} is a flight record of version {record.version}; this program reads version {_VERSION}")
+        raise ValueError(
+            f"{path} is a flight record of version {record.version}; this program reads version {_VERSION}"
+        )
     for ring in record.rings:
-        if len(ring.records) % RECORD_BYTES or np.any(np.frombuffer(ring.records, _FIELDS)["kind"] >= len(record.kinds)):
-            raise ValueError(f"{path} is a damaged flight record: the spans of {ring.process!r} cannot be read")
+        if len(ring.records) % RECORD_BYTES or np.any(
+            np.frombuffer(ring.records, _FIELDS)["kind"] >= len(record.kinds)
+        ):
+            raise ValueError(
+                f"{path} is a damaged flight record: the spans of {ring.process!r} cannot be read"
+            )
     return record
 
 

@@ -13,7 +13,22 @@ from typing import TypeVar
 
 import msgspec
 
-SECONDS_BOUNDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+SECONDS_BOUNDS = (
+    0.0005,
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.1,
+    0.25,
+    0.5,
+    1.0,
+    2.5,
+    5.0,
+    10.0,
+)
 TRANSFER_KINDS = ("backup", "load", "store", "fetch")
 TICKET_PHASES = ("query", "fetch")
 STORE_OPS = ("match", "get", "put")
@@ -46,10 +61,16 @@ class Figures(msgspec.Struct, array_like=True):
 
     def add(self, other: "Figures") -> None:
         """Add another process's figures to these."""
-        for mine, more in ((self.transfer_bytes, other.transfer_bytes), (self.store_ops, other.store_ops)):
+        for mine, more in (
+            (self.transfer_bytes, other.transfer_bytes),
+            (self.store_ops, other.store_ops),
+        ):
             for key, count in more.items():
                 mine[key] = mine.get(key, 0) + count
-        for timings, others in ((self.transfer_seconds, other.transfer_seconds), (self.ticket_seconds, other.ticket_seconds)):
+        for timings, others in (
+            (self.transfer_seconds, other.transfer_seconds),
+            (self.ticket_seconds, other.ticket_seconds),
+        ):
             for key, timing in others.items():
                 timings.setdefault(key, Timing()).add(timing)
 

@@ -9,12 +9,24 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.metrics_core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
 
 from forebay.core.ledger import REASONS
 from forebay.core.messages import PLAN_SECONDS_BOUNDS, Output, Snapshot, TierUse
-from forebay.observe.figures import SECONDS_BOUNDS, STORE_OPS, TICKET_PHASES, TRANSFER_KINDS, Report, Timing
+from forebay.observe.figures import (
+    SECONDS_BOUNDS,
+    STORE_OPS,
+    TICKET_PHASES,
+    TRANSFER_KINDS,
+    Report,
+    Timing,
+)
 
 _TTFT_BOUNDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _INTER_TOKEN_BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
@@ -51,16 +63,32 @@ class Metrics:
         self._clock = clock
         self._registry = CollectorRegistry()
         self._ttft = Histogram(
-            "forebay_ttft_seconds", "From submission to the first token", buckets=_TTFT_BOUNDS, registry=self._registry
+            "forebay_ttft_seconds",
+            "From submission to the first token",
+            buckets=_TTFT_BOUNDS,
+            registry=self._registry,
         )
         self._inter_token = Histogram(
-            "forebay_inter_token_seconds", "Between tokens of a sequence", buckets=_INTER_TOKEN_BOUNDS, registry=self._registry
+            "forebay_inter_token_seconds",
+            "Between tokens of a sequence",
+            buckets=_INTER_TOKEN_BOUNDS,
+            registry=self._registry,
         )
         self._queue = Histogram(
-            "forebay_queue_seconds", "From arrival to first admission", buckets=_TTFT_BOUNDS, registry=self._registry
+            "forebay_queue_seconds",
+            "From arrival to first admission",
+            buckets=_TTFT_BOUNDS,
+            registry=self._registry,
         )
-        self._prompt_tokens = Counter("forebay_prompt_tokens", "Prompt tokens of admitted sequences", registry=self._registry)
-        cached = Counter("forebay_cached_tokens", "Prompt tokens found cached", ("tier",), registry=self._registry)
+        self._prompt_tokens = Counter(
+            "forebay_prompt_tokens", "Prompt tokens of admitted sequences", registry=self._registry
+        )
+        cached = Counter(
+            "forebay_cached_tokens",
+            "Prompt tokens found cached",
+            ("tier",),
+            registry=self._registry,
+        )
         self._cached = tuple(cached.labels(tier) for tier in _TIERS)
         self._of_planner = _SnapshotCollector()
         self._registry.register(self._of_planner)
@@ -68,13 +96,19 @@ class Metrics:
     def on_snapshot(self, snapshot: Snapshot, report: Report) -> None:
         self._of_planner.snapshot, self._of_planner.report = snapshot, report
 
-    def on_output(self, submitted_at: float, last_token_at: float | None, prompt_tokens: int, output: Output) -> None:
+    def on_output(
+        self, submitted_at: float, last_token_at: float | None, prompt_tokens: int, output: Output
+    ) -> None:
         """Count one Output of a sequence: times on the clock given at construction."""
         if output.usage is not None:
             usage = output.usage
             self._queue.observe(usage.queue_s)
             self._prompt_tokens.inc(prompt_tokens)
-            for counter, tokens in zip(self._cached, (usage.cached_device, usage.cached_host, usage.cached_store), strict=True):
+            for counter, tokens in zip(
+                self._cached,
+                (usage.cached_device, usage.cached_host, usage.cached_store),
+                strict=True,
+            ):
                 counter.inc(tokens)
         if not output.tokens:
             return
@@ -99,17 +133,43 @@ class _SnapshotCollector(Collector):
         snapshot = self.snapshot
         if snapshot is None:
             return
-        yield _gauge("forebay_running_requests", "Sequences that hold device pages", snapshot.running)
+        yield _gauge(
+            "forebay_running_requests", "Sequences that hold device pages", snapshot.running
+        )
         yield _gauge("forebay_waiting_requests", "Sequences in the waiting queue", snapshot.waiting)
-        yield _counter("forebay_worker_restarts", "Grids started anew after the loss of a rank", snapshot.worker_restarts)
-        yield _counter("forebay_stored_pages", "Pages that every rank has put into the store", snapshot.stored_pages)
-        yield _counter("forebay_store_failures", "Pages that could not be stored", snapshot.store_failures)
+        yield _counter(
+            "forebay_worker_restarts",
+            "Grids started anew after the loss of a rank",
+            snapshot.worker_restarts,
+        )
+        yield _counter(
+            "forebay_stored_pages",
+            "Pages that every rank has put into the store",
+            snapshot.stored_pages,
+        )
+        yield _counter(
+            "forebay_store_failures", "Pages that could not be stored", snapshot.store_failures
+        )
         if snapshot.store.state != "none":
             is_up = float(snapshot.store.state == "closed")
-            yield _gauge("forebay_store_up", "1 while planner and all ranks ask the store, 0 while one of them does not", is_up)
-            yield _counter("forebay_store_openings", "Times that the store was given up for a while", snapshot.store.openings)
-            yield _counter("forebay_store_refused_calls", "Calls answered without the store meanwhile", snapshot.store.refused)
-        yield _counters("forebay_ticket", "Tickets and queries", "outcome", _TICKET_OUTCOMES, snapshot.tickets)
+            yield _gauge(
+                "forebay_store_up",
+                "1 while planner and all ranks ask the store, 0 while one of them does not",
+                is_up,
+            )
+            yield _counter(
+                "forebay_store_openings",
+                "Times that the store was given up for a while",
+                snapshot.store.openings,
+            )
+            yield _counter(
+                "forebay_store_refused_calls",
+                "Calls answered without the store meanwhile",
+                snapshot.store.refused,
+            )
+        yield _counters(
+            "forebay_ticket", "Tickets and queries", "outcome", _TICKET_OUTCOMES, snapshot.tickets
+        )
         yield _counters(
             "forebay_fetch_unused_tokens",
             "Wanted and not fetched, or fetched and not used",
@@ -134,12 +194,21 @@ def _counter(name: str, text: str, value: float) -> Metric:
     return counter
 
 
-def _counters(name: str, text: str, label: str, known: Iterable[str], values: Mapping[str, int]) -> Metric:
+def _counters(
+    name: str, text: str, label: str, known: Iterable[str], values: Mapping[str, int]
+) -> Metric:
     """``known``: label values that are there even if nothing was counted yet."""
-    return _labelled(name, text, (label,), {**{(key,): 0 for key in known}, **{(key,): count for key, count in values.items()}})
+    return _labelled(
+        name,
+        text,
+        (label,),
+        {**{(key,): 0 for key in known}, **{(key,): count for key, count in values.items()}},
+    )
 
 
-def _labelled(name: str, text: str, labels: tuple[str, ...], values: Mapping[tuple[str, ...], int]) -> Metric:
+def _labelled(
+    name: str, text: str, labels: tuple[str, ...], values: Mapping[tuple[str, ...], int]
+) -> Metric:
     counter = CounterMetricFamily(name, text, labels=labels)
     for key in sorted(values):
         counter.add_metric(list(key), values[key])
@@ -148,8 +217,20 @@ def _labelled(name: str, text: str, labels: tuple[str, ...], values: Mapping[tup
 
 def _measured(report: Report) -> Iterator[Metric]:
     figures, store = report.figures, report.store
-    yield _counters("forebay_transfer_bytes", "Bytes moved between tiers, all ranks", "kind", TRANSFER_KINDS, figures.transfer_bytes)
-    yield _timings("forebay_transfer_seconds", "One transfer of one rank", "kind", TRANSFER_KINDS, figures.transfer_seconds)
+    yield _counters(
+        "forebay_transfer_bytes",
+        "Bytes moved between tiers, all ranks",
+        "kind",
+        TRANSFER_KINDS,
+        figures.transfer_bytes,
+    )
+    yield _timings(
+        "forebay_transfer_seconds",
+        "One transfer of one rank",
+        "kind",
+        TRANSFER_KINDS,
+        figures.transfer_seconds,
+    )
     yield _timings(
         "forebay_ticket_seconds",
         "Until the store has answered (query); until every rank has its pages (fetch)",
@@ -159,17 +240,39 @@ def _measured(report: Report) -> Iterator[Metric]:
     )
     operations: dict[tuple[str, ...], int] = {(op, "ok"): 0 for op in STORE_OPS}
     operations |= {tuple(key.split("/")): count for key, count in figures.store_ops.items()}
-    yield _labelled("forebay_store_ops", "Keys asked of the store: queries, gets and puts", ("op", "outcome"), operations)
-    promotions: dict[tuple[str, ...], int] = {labels: store.counters.get(name, 0) for name, labels in _PROMOTIONS.items()}
-    yield _labelled("forebay_promotion", "SSD to DRAM copies inside the store", ("trigger", "outcome"), promotions)
-    yield _counters("forebay_throttle", "Keys by what a prefetch of them came to", "state", _THROTTLE_STATES, store.throttle)
+    yield _labelled(
+        "forebay_store_ops",
+        "Keys asked of the store: queries, gets and puts",
+        ("op", "outcome"),
+        operations,
+    )
+    promotions: dict[tuple[str, ...], int] = {
+        labels: store.counters.get(name, 0) for name, labels in _PROMOTIONS.items()
+    }
+    yield _labelled(
+        "forebay_promotion",
+        "SSD to DRAM copies inside the store",
+        ("trigger", "outcome"),
+        promotions,
+    )
+    yield _counters(
+        "forebay_throttle",
+        "Keys by what a prefetch of them came to",
+        "state",
+        _THROTTLE_STATES,
+        store.throttle,
+    )
 
 
-def _timings(name: str, text: str, label: str, known: Iterable[str], timings: Mapping[str, Timing]) -> Metric:
+def _timings(
+    name: str, text: str, label: str, known: Iterable[str], timings: Mapping[str, Timing]
+) -> Metric:
     family = HistogramMetricFamily(name, text, labels=(label,))
     for key in sorted({*known, *timings}):
         timing = timings.get(key) or Timing()
-        family.add_metric([key], _cumulative(SECONDS_BOUNDS, timing.buckets), sum_value=timing.total_s)
+        family.add_metric(
+            [key], _cumulative(SECONDS_BOUNDS, timing.buckets), sum_value=timing.total_s
+        )
     return family
 
 
@@ -183,7 +286,9 @@ def _cumulative(bounds: Iterable[float], counts: Iterable[int]) -> list[tuple[st
 
 
 def _pages(tiers: Mapping[str, TierUse]) -> Metric:
-    pages = GaugeMetricFamily("forebay_pages", "Pages of each rank, by tier and state", labels=("tier", "state"))
+    pages = GaugeMetricFamily(
+        "forebay_pages", "Pages of each rank, by tier and state", labels=("tier", "state")
+    )
     for tier, use in tiers.items():
         for state in _PAGE_STATES:
             pages.add_metric([tier, state], getattr(use, state))
@@ -191,7 +296,11 @@ def _pages(tiers: Mapping[str, TierUse]) -> Metric:
 
 
 def _plan_seconds(snapshot: Snapshot) -> Metric:
-    histogram = HistogramMetricFamily("forebay_plan_seconds", "From sending a plan to its retirement")
+    histogram = HistogramMetricFamily(
+        "forebay_plan_seconds", "From sending a plan to its retirement"
+    )
     counts = snapshot.plan_s_buckets or (0,) * (len(PLAN_SECONDS_BOUNDS) + 1)
-    histogram.add_metric([], _cumulative(PLAN_SECONDS_BOUNDS, counts), sum_value=snapshot.plan_s_sum)
+    histogram.add_metric(
+        [], _cumulative(PLAN_SECONDS_BOUNDS, counts), sum_value=snapshot.plan_s_sum
+    )
     return histogram

@@ -17,7 +17,9 @@ from forebay.observe.events import FlightRecord, Span, spans_of
 NS_PER_US = 1000
 _COMPUTE = "compute"
 # One thread does these one after the other, with a load-wait inside its forward: they nest as they are.
-_ON_COMPUTE = frozenset({SpanKind.APPLY, SpanKind.RECEIVE, SpanKind.FORWARD, SpanKind.LOAD_WAIT, SpanKind.SAMPLE})
+_ON_COMPUTE = frozenset(
+    {SpanKind.APPLY, SpanKind.RECEIVE, SpanKind.FORWARD, SpanKind.LOAD_WAIT, SpanKind.SAMPLE}
+)
 _LANES_PER_TRACK = 10_000
 _ID_NAMES = {
     SpanKind.QUERY: "query",
@@ -55,7 +57,14 @@ def chrome_trace(records: Sequence[FlightRecord]) -> dict[str, Any]:
         for track, kind_spans in _by_track(spans):
             for lane, on_lane in enumerate(_lanes(kind_spans)):
                 tid = _tid(track, lane)
-                events.append(_metadata("thread_name", pid, tid, {"name": track if not lane else f"{track} {lane + 1}"}))
+                events.append(
+                    _metadata(
+                        "thread_name",
+                        pid,
+                        tid,
+                        {"name": track if not lane else f"{track} {lane + 1}"},
+                    )
+                )
                 events.append(_metadata("thread_sort_index", pid, tid, {"sort_index": tid}))
                 slices += [(span, _slice(span, pid, tid)) for span in on_lane]
     slices.sort(key=lambda pair: pair[1]["ts"])
@@ -65,7 +74,11 @@ def chrome_trace(records: Sequence[FlightRecord]) -> dict[str, Any]:
         event["dur"] = event["dur"] / NS_PER_US
     events += [event for _, event in slices]
     events += _flows(slices)
-    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"reasons": [record.reason for record in records]}}
+    return {
+        "traceEvents": events,
+        "displayTimeUnit": "ms",
+        "otherData": {"reasons": [record.reason for record in records]},
+    }
 
 
 def _collect(records: Sequence[FlightRecord]) -> dict[tuple[str, int], list[Span]]:
@@ -79,7 +92,10 @@ def _collect(records: Sequence[FlightRecord]) -> dict[tuple[str, int], list[Span
             for span in spans:
                 moved = Span(span.kind, span.start_ns + offset, *_rest(span))
                 found.setdefault((name, span.pid), set()).add(moved)
-    return {key: sorted(spans, key=lambda span: (span.start_ns, -span.duration_ns)) for key, spans in found.items()}
+    return {
+        key: sorted(spans, key=lambda span: (span.start_ns, -span.duration_ns))
+        for key, spans in found.items()
+    }
 
 
 def _rest(span: Span) -> tuple[int, int, int, int, int, int]:
@@ -189,4 +205,14 @@ def _flows(slices: Sequence[tuple[Span, Event]]) -> list[Event]:
 def _arrow(flows: list[Event], name: str, source: Event, target: Event) -> None:
     common = {"name": name, "cat": "forebay", "id": len(flows) // 2 + 1}
     start = {**common, "ph": "s", "ts": source["ts"], "pid": source["pid"], "tid": source["tid"]}
-    flows += [start, {**common, "ph": "f", "bp": "e", "ts": target["ts"], "pid": target["pid"], "tid": target["tid"]}]
+    flows += [
+        start,
+        {
+            **common,
+            "ph": "f",
+            "bp": "e",
+            "ts": target["ts"],
+            "pid": target["pid"],
+            "tid": target["tid"],
+        },
+    ]

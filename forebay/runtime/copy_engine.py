@@ -54,7 +54,9 @@ class LoadGate:
         if self.is_open(layer):
             return
         with self._changed:
-            if not self._changed.wait_for(lambda: self._done > layer or self._error is not None, COPY_DEADLINE_S):
+            if not self._changed.wait_for(
+                lambda: self._done > layer or self._error is not None, COPY_DEADLINE_S
+            ):
                 raise TimeoutError(f"layer {layer} was not loaded within {COPY_DEADLINE_S:.0f} s")
             if self._error is not None:
                 raise RuntimeError(f"loading layer {layer} failed: {self._error}") from self._error
@@ -63,9 +65,19 @@ class LoadGate:
 class CopyEngine:
     """The two copy threads. ``saved``: called on the backup thread with (transfer, pages done)."""
 
-    def __init__(self, device: KVPool, host: HostPool, ring: SpanRing, meter: Meter, saved: Callable[[int, int], None]) -> None:
+    def __init__(
+        self,
+        device: KVPool,
+        host: HostPool,
+        ring: SpanRing,
+        meter: Meter,
+        saved: Callable[[int, int], None],
+    ) -> None:
         self._device = device
-        pieces = [zip(device.pieces(layer), host.pieces(layer), strict=True) for layer in range(device.layers)]
+        pieces = [
+            zip(device.pieces(layer), host.pieces(layer), strict=True)
+            for layer in range(device.layers)
+        ]
         self._layers = [[Piece(*pair) for pair in layer] for layer in pieces]
         self._block_bytes = host.block_bytes
         self._ring = ring
@@ -127,7 +139,9 @@ class CopyEngine:
             self._saved(backup.transfer, len(backup.copies))
 
     def _count(self, kind: str, pages: int, began_ns: int) -> None:
-        self._meter.transfer(kind, pages * self._block_bytes, (time.monotonic_ns() - began_ns) / 1e9)
+        self._meter.transfer(
+            kind, pages * self._block_bytes, (time.monotonic_ns() - began_ns) / 1e9
+        )
 
     def _save(self, pairs: PagePairs) -> None:
         for layer in self._layers:

@@ -84,11 +84,18 @@ class Executor:
         inputs = self._inputs(steps, activation)
         began = time.monotonic_ns()
         with self.around_forward():
-            output = self._stage.forward(inputs, batch, self._pool, None if gate is None else self._waiting(plan.number, gate))
+            output = self._stage.forward(
+                inputs,
+                batch,
+                self._pool,
+                None if gate is None else self._waiting(plan.number, gate),
+            )
             if self._device.type == "cuda":
                 torch.cuda.synchronize(self._device)
         ended = time.monotonic_ns()
-        self.ring.record(SpanKind.FORWARD, began, plan.number, batch.rows, self._stage_number, end_ns=ended)
+        self.ring.record(
+            SpanKind.FORWARD, began, plan.number, batch.rows, self._stage_number, end_ns=ended
+        )
         if self._sender is not None:
             self._sender.send(activation, output)
         if plan.backup is not None:
@@ -102,7 +109,11 @@ class Executor:
 
     def forget(self) -> None:
         """As if no plan had run: a new mirror, and zeros in the pages that the old one names."""
-        pages = torch.from_numpy(np.unique(np.concatenate([self._mirror.table(slot) for slot in range(self.limits.slots)])))
+        pages = torch.from_numpy(
+            np.unique(
+                np.concatenate([self._mirror.table(slot) for slot in range(self.limits.slots)])
+            )
+        )
         self._pool.clear(pages)
         self._mirror = Mirror(self.limits)
 
@@ -119,7 +130,14 @@ class Executor:
 
     def _batch(self, steps: list[Step]) -> StageBatch:
         work = [
-            SequenceWork(len(step.tokens), step.start, self._mirror.table(step.slot), step.write_from, step.sample) for step in steps
+            SequenceWork(
+                len(step.tokens),
+                step.start,
+                self._mirror.table(step.slot),
+                step.write_from,
+                step.sample,
+            )
+            for step in steps
         ]
         return build_batch(work, self._pool.page_size, self._device)
 
@@ -145,4 +163,7 @@ class Executor:
         began = time.monotonic_ns()
         chosen = self._sampler.sample(logits, asking)
         self.ring.record(SpanKind.SAMPLE, began, plan.number, len(asking))
-        return tuple(Sample(step.slot, token, logprobs) for step, (token, logprobs) in zip(asking, chosen, strict=True))
+        return tuple(
+            Sample(step.slot, token, logprobs)
+            for step, (token, logprobs) in zip(asking, chosen, strict=True)
+        )

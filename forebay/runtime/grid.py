@@ -94,7 +94,9 @@ class Grid:
         """To the same TP rank of the next stage; None on the last."""
         if self.place.is_last:
             return None
-        return StageSender(self.transport, self.place.rank + self.place.tp, depth=2 * self.place.pp + 1)
+        return StageSender(
+            self.transport, self.place.rank + self.place.tp, depth=2 * self.place.pp + 1
+        )
 
     def receiver(self, hidden_size: int, dtype: torch.dtype) -> StageReceiver | None:
         """From the same TP rank of the stage before; None on the first."""
@@ -114,7 +116,9 @@ def device_of(kind: str, rank: int) -> torch.device:
         return torch.device("cpu")
     count = torch.cuda.device_count()
     if not count:
-        raise DeviceError(f"device {kind} was asked for and this machine has none; use --device cpu")
+        raise DeviceError(
+            f"device {kind} was asked for and this machine has none; use --device cpu"
+        )
     return torch.device(kind, rank % count)
 
 
@@ -130,7 +134,9 @@ def join(place: Place, device: torch.device, rendezvous: Rendezvous | None, addr
     store = rendezvous.store if rendezvous is not None else _connect(place, address)
     # NCCL refuses two ranks on one GPU.
     backend = "gloo" if device.type == "cpu" or staged else "nccl"
-    dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world, timeout=_OPERATION_TIMEOUT)
+    dist.init_process_group(
+        backend, store=store, rank=place.rank, world_size=place.world, timeout=_OPERATION_TIMEOUT
+    )
     mine: dist.ProcessGroup | None = None
     if place.tp > 1:
         for stage in range(place.pp):

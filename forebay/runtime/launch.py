@@ -76,7 +76,14 @@ def start_planner(model: ResolvedModel, settings: Settings) -> PlannerHandle:
     with contextlib.suppress(BrokenPipeError):
         process.stdin.write(frame_boot(boot))
         process.stdin.flush()
-    return PlannerHandle(boot.frontend_endpoint, boot.frontend_identity, process, boot.max_context, rings, Path(boot.flight_dir))
+    return PlannerHandle(
+        boot.frontend_endpoint,
+        boot.frontend_identity,
+        process,
+        boot.max_context,
+        rings,
+        Path(boot.flight_dir),
+    )
 
 
 def _boot(model: ResolvedModel, settings: Settings) -> PlannerBoot:
@@ -112,7 +119,9 @@ def _boot(model: ResolvedModel, settings: Settings) -> PlannerBoot:
 
 def threads_per_rank(settings: Settings) -> int:
     """Compute threads of each rank: as asked, else the cores shared out."""
-    return settings.threads_per_rank or max(len(os.sched_getaffinity(0)) // (settings.pp * settings.tp), 1)
+    return settings.threads_per_rank or max(
+        len(os.sched_getaffinity(0)) // (settings.pp * settings.tp), 1
+    )
 
 
 def _max_context(config: ModelConfig, settings: Settings) -> int:
@@ -141,7 +150,9 @@ def _make_timeline_directory(settings: Settings) -> None:
         try:
             settings.timeline.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise StartError(f"--timeline {settings.timeline}: {error.strerror}; give a directory that can be made") from error
+            raise StartError(
+                f"--timeline {settings.timeline}: {error.strerror}; give a directory that can be made"
+            ) from error
 
 
 def derive_device_memory(device: Device, ranks: int) -> int:
@@ -149,13 +160,21 @@ def derive_device_memory(device: Device, ranks: int) -> int:
     if device is not Device.CPU:
         return 0
     each = int(psutil.virtual_memory().available * KV_SHARE) // ranks
-    print(f"forebay: --device-memory is not given; {format_size(each)} for each rank ({ranks})", file=sys.stderr)
+    print(
+        f"forebay: --device-memory is not given; {format_size(each)} for each rank ({ranks})",
+        file=sys.stderr,
+    )
     return each
 
 
 def derive_host_memory(device_memory: int, ranks: int) -> int:
     """Bytes of host pages for each of ``ranks``: twice the device's, or on a GPU whose memory is not known yet twice the share that
     a CPU would get."""
-    each = HOST_FACTOR * (device_memory or int(psutil.virtual_memory().available * KV_SHARE) // ranks)
-    print(f"forebay: --host-memory is not given; {format_size(each)} for each rank ({ranks})", file=sys.stderr)
+    each = HOST_FACTOR * (
+        device_memory or int(psutil.virtual_memory().available * KV_SHARE) // ranks
+    )
+    print(
+        f"forebay: --host-memory is not given; {format_size(each)} for each rank ({ranks})",
+        file=sys.stderr,
+    )
     return each

@@ -43,7 +43,9 @@ class Layout:
     def of(cls, config: ModelConfig, pp: int, tp: int) -> "Layout":
         layers = split_layers(config.layers, pp)
         share = config.kv_heads // tp
-        return cls((0, *(part.stop for part in layers)), tuple(range(0, config.kv_heads + 1, share)))
+        return cls(
+            (0, *(part.stop for part in layers)), tuple(range(0, config.kv_heads + 1, share))
+        )
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -56,7 +58,10 @@ class Layout:
 
     def covers_as(self, other: "Layout") -> bool:
         """Both cut the same page."""
-        return self.layer_bounds[-1] == other.layer_bounds[-1] and self.head_bounds[-1] == other.head_bounds[-1]
+        return (
+            self.layer_bounds[-1] == other.layer_bounds[-1]
+            and self.head_bounds[-1] == other.head_bounds[-1]
+        )
 
     def encode(self) -> bytes:
         """A record. Raises ``ValueError`` for more bounds than one holds."""
@@ -77,7 +82,11 @@ class Layout:
         bounds = struct.unpack_from(f"<{layers + heads}H", record, _HEAD.size)
         found = cls(bounds[:layers], bounds[layers:])
         for some in (found.layer_bounds, found.head_bounds):
-            if len(some) < 2 or some[0] != 0 or any(low >= high for low, high in itertools.pairwise(some)):
+            if (
+                len(some) < 2
+                or some[0] != 0
+                or any(low >= high for low, high in itertools.pairwise(some))
+            ):
                 raise ValueError(f"bounds {some} do not rise from 0")
         return found
 
@@ -85,7 +94,13 @@ class Layout:
 class Manifest:
     """The layouts of one namespace, as far as they are known here. Thread-safe. ``clock``: monotonic seconds."""
 
-    def __init__(self, store: PageStore, namespace: bytes, own: Layout, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        store: PageStore,
+        namespace: bytes,
+        own: Layout,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._store = store
         self._tag = namespace[:TAG_BYTES]
         self._keys = [b"forebay-layouts" + namespace + bytes([slot]) for slot in range(SLOTS)]
@@ -109,8 +124,12 @@ class Manifest:
             if self._clock() - self._read_at < READ_AGAIN_S:
                 return self._others
             self._read_at = self._clock()
-        found = dict.fromkeys(layout for layout in self._slots(timeout_s) if isinstance(layout, Layout))
-        self._others = tuple(layout for layout in found if layout != self._own and layout.covers_as(self._own))
+        found = dict.fromkeys(
+            layout for layout in self._slots(timeout_s) if isinstance(layout, Layout)
+        )
+        self._others = tuple(
+            layout for layout in found if layout != self._own and layout.covers_as(self._own)
+        )
         return self._others
 
     def add_own(self, timeout_s: float) -> bool:
@@ -135,15 +154,23 @@ class Manifest:
             record = self._own.encode()
         except ValueError:  # grids of that many stages are read by their like alone
             return False
-        status = self._store.put_from([PutItem(self._keys[slot], record, self._keys[slot])], timeout_s)[0]
+        status = self._store.put_from(
+            [PutItem(self._keys[slot], record, self._keys[slot])], timeout_s
+        )[0]
         return status in (Status.OK, Status.EXISTS)
 
     def _slots(self, timeout_s: float) -> list[Layout | Status]:
         """What is in each slot, or why that is not known: ``NOT_FOUND`` where it is free. Of several masters each has some slots."""
         buffers = [bytearray(RECORD_BYTES) for _ in self._keys]
-        items = [GetItem(key, 0, RECORD_BYTES, buffer, key) for key, buffer in zip(self._keys, buffers, strict=True)]
+        items = [
+            GetItem(key, 0, RECORD_BYTES, buffer, key)
+            for key, buffer in zip(self._keys, buffers, strict=True)
+        ]
         statuses = self._store.get_into(items, timeout_s)
-        return [_decoded(buffer) if status is Status.OK else status for buffer, status in zip(buffers, statuses, strict=True)]
+        return [
+            _decoded(buffer) if status is Status.OK else status
+            for buffer, status in zip(buffers, statuses, strict=True)
+        ]
 
 
 def match_prefix(
@@ -164,9 +191,15 @@ def match_prefix(
     deadline = time.monotonic() + timeout_s
 
     def count(layout: Layout, start: int) -> int:
-        names = [manifest.name(part) for part in layout.parts if needed is None or part.overlaps(needed)]
+        names = [
+            manifest.name(part) for part in layout.parts if needed is None or part.overlaps(needed)
+        ]
         left = deadline - time.monotonic()
-        return store.match_prefix(hashes[start:], names, hint=hint, timeout_s=left, group=group) if left > 0 else 0
+        return (
+            store.match_prefix(hashes[start:], names, hint=hint, timeout_s=left, group=group)
+            if left > 0
+            else 0
+        )
 
     matched = count(own, 0)
     if matched == len(hashes) or not (others := manifest.others(deadline - time.monotonic())):

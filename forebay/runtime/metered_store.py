@@ -14,7 +14,15 @@ class MeteredStore:
         self._store = store
         self._meter = meter
 
-    def match_prefix(self, keys: Sequence[bytes], parts: Sequence[bytes], *, hint: bool, timeout_s: float, group: bytes = b"") -> int:
+    def match_prefix(
+        self,
+        keys: Sequence[bytes],
+        parts: Sequence[bytes],
+        *,
+        hint: bool,
+        timeout_s: float,
+        group: bytes = b"",
+    ) -> int:
         matched = self._store.match_prefix(keys, parts, hint=hint, timeout_s=timeout_s, group=group)
         self._meter.store_op("match", "ok" if matched else "none")
         return matched

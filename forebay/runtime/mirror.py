@@ -110,7 +110,9 @@ class Mirror:
     def _remap(self, remap: Remap, digest: PlanDigest) -> None:
         slot = self._open_slot(remap.slot)
         if not 0 <= remap.index < self.table_lengths[slot]:
-            raise PlanError(f"remap of entry {remap.index}; slot {slot} has {self.table_lengths[slot]} pages")
+            raise PlanError(
+                f"remap of entry {remap.index}; slot {slot} has {self.table_lengths[slot]} pages"
+            )
         self.tables[slot, remap.index] = self._page(remap.page)
         digest.remap(slot, remap.index, int(self.tables[slot, remap.index]))
 
@@ -119,13 +121,25 @@ class Mirror:
         tokens = self._tokens(piece.tokens)
         # The first piece starts where the cached prefix ends; its pages cover the prefix, which this slot never ran.
         if not first and piece.start != self.lengths[slot]:
-            raise PlanError(f"slot {slot} goes on at {piece.start}; it has run {self.lengths[slot]} positions")
+            raise PlanError(
+                f"slot {slot} goes on at {piece.start}; it has run {self.lengths[slot]} positions"
+            )
         stop = piece.start + len(tokens)
         before = self._append(slot, piece.pages, stop)
         if piece.start < 0 or not 0 <= piece.write_from <= stop:
-            raise PlanError(f"slot {slot} writes from {piece.write_from}; it runs positions {piece.start} to {stop}")
+            raise PlanError(
+                f"slot {slot} writes from {piece.write_from}; it runs positions {piece.start} to {stop}"
+            )
         appended = self.table(slot)[before:].tolist()
-        digest.piece(slot, piece.start, piece.tokens, appended, self.table_lengths[slot], piece.write_from, piece.sample)
+        digest.piece(
+            slot,
+            piece.start,
+            piece.tokens,
+            appended,
+            self.table_lengths[slot],
+            piece.write_from,
+            piece.sample,
+        )
         output_index = self.outputs[slot]
         self.outputs[slot] += piece.sample
         self.lengths[slot] = stop
@@ -136,9 +150,13 @@ class Mirror:
         before = self.table_lengths[slot]
         after = before + len(pages)
         if after > self.limits.table_pages:
-            raise PlanError(f"slot {slot} would have {after} pages; at most {self.limits.table_pages} are allowed")
+            raise PlanError(
+                f"slot {slot} would have {after} pages; at most {self.limits.table_pages} are allowed"
+            )
         if after * self.limits.page_size < stop:
-            raise PlanError(f"slot {slot} has {after} pages of {self.limits.page_size} for {stop} positions")
+            raise PlanError(
+                f"slot {slot} has {after} pages of {self.limits.page_size} for {stop} positions"
+            )
         for offset, page in enumerate(pages):
             self.tables[slot, before + offset] = self._page(page)
         self.table_lengths[slot] = after
@@ -147,7 +165,9 @@ class Mirror:
     def _check_whole(self, plan: Plan, opened: set[int], steps: list[Step]) -> None:
         ran = {step.slot for step in steps}
         if not steps or len(ran) < len(steps):
-            raise PlanError(f"{len(steps)} pieces for {len(ran)} slots; at least one piece, and one per slot, is allowed")
+            raise PlanError(
+                f"{len(steps)} pieces for {len(ran)} slots; at least one piece, and one per slot, is allowed"
+            )
         if len(opened) < len(plan.openings) or not opened <= ran:
             raise PlanError("an opened slot is opened twice or has no piece")
         total = sum(len(step.tokens) for step in steps)
@@ -158,7 +178,9 @@ class Mirror:
         tokens = unpack_tokens(packed)
         if not len(tokens) or int(tokens.max()) >= self.limits.vocab_size:
             largest = int(tokens.max()) if len(tokens) else "none"
-            raise PlanError(f"largest token is {largest}; ids below {self.limits.vocab_size} are allowed, at least one")
+            raise PlanError(
+                f"largest token is {largest}; ids below {self.limits.vocab_size} are allowed, at least one"
+            )
         return tokens
 
     def _page(self, page: int) -> int:

@@ -22,7 +22,9 @@ class PagePairs:
     """Which pages of the device and of the host belong together, for all pieces."""
 
     def __init__(self, copies: Sequence[Copy]) -> None:
-        pairs = np.array([(copy.device, copy.host) for copy in copies], dtype=np.int64).reshape(-1, 2)
+        pairs = np.array([(copy.device, copy.host) for copy in copies], dtype=np.int64).reshape(
+            -1, 2
+        )
         self.device: Pages = np.ascontiguousarray(pairs[:, 0])
         self.host: Pages = np.ascontiguousarray(pairs[:, 1])
 
@@ -35,7 +37,9 @@ class Piece:
         self._device = device
         self._host = host
         self._bytes = device[:1].numel() * device.element_size()
-        on_cpu = device.device.type == "cpu" and device[:1].is_contiguous() and host[:1].is_contiguous()
+        on_cpu = (
+            device.device.type == "cpu" and device[:1].is_contiguous() and host[:1].is_contiguous()
+        )
         self._native = _copy_pages() if on_cpu else None
 
     def load(self, pairs: PagePairs) -> None:
@@ -73,6 +77,15 @@ def _copy_pages() -> Any:
         copy_pages = library().forebay_copy_pages
     except NoKernels:
         return None
-    copy_pages.argtypes = [c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_int64]
+    copy_pages.argtypes = [
+        c_void_p,
+        c_int64,
+        c_void_p,
+        c_void_p,
+        c_int64,
+        c_void_p,
+        c_int64,
+        c_int64,
+    ]
     copy_pages.restype = None
     return copy_pages

@@ -82,10 +82,14 @@ class PageIo:
         if order.epoch != self._epoch:
             return
         match order:
-            case Ticket() if self._store.is_open:  # the threads may hang in calls that do not return
+            case Ticket() if (
+                self._store.is_open
+            ):  # the threads may hang in calls that do not return
                 self._say(FetchProgress(self._epoch, self._rank, order.transfer, 0, True))
             case Store() if self._store.is_open:
-                self._say(StoreDone(self._epoch, self._rank, order.transfer, bytes(len(order.pages))))
+                self._say(
+                    StoreDone(self._epoch, self._rank, order.transfer, bytes(len(order.pages)))
+                )
             case Ticket():
                 self._begin(order.transfer)
                 self._fetchers.submit(self._fetch, order)
@@ -137,7 +141,12 @@ class PageIo:
         with self._lock:
             self._live.add(transfer)
 
-    def _read_all(self, transfer: int, wanted: Callable[[], Sequence[PageKey]], progress: Callable[[int], None]) -> int:
+    def _read_all(
+        self,
+        transfer: int,
+        wanted: Callable[[], Sequence[PageKey]],
+        progress: Callable[[int], None],
+    ) -> int:
         """Read batch after batch, with ``progress`` after each; how many pages came, from the front."""
         began = time.monotonic_ns()
         done = 0
@@ -153,31 +162,44 @@ class PageIo:
                     break
                 size = self._sizes.following(read, time.monotonic() - asked_at)
                 progress(done)
-        except Exception:  # a store should answer with statuses; whatever it does instead is a miss from here on
+        except (
+            Exception
+        ):  # a store should answer with statuses; whatever it does instead is a miss from here on
             traceback.print_exc()
         finally:
             with self._lock:
                 self._live.discard(transfer)
                 self._cancelled.discard(transfer)
             self._ring.record(SpanKind.FETCH, began, transfer, done)
-            self._meter.transfer("fetch", done * self._host.block_bytes, (time.monotonic_ns() - began) / 1e9)
+            self._meter.transfer(
+                "fetch", done * self._host.block_bytes, (time.monotonic_ns() - began) / 1e9
+            )
         return done
 
     def _put(self, order: Store) -> None:
         began = time.monotonic_ns()
         stored = bytes(len(order.pages))
         try:
-            statuses = [status for batch in _batches(order.pages, self._sizes.first) for status in self._put_batch(batch)]
+            statuses = [
+                status
+                for batch in _batches(order.pages, self._sizes.first)
+                for status in self._put_batch(batch)
+            ]
             stored = bytes(status in _THERE for status in statuses)
         except Exception:  # not stored, then
             traceback.print_exc()
         finally:
             self._ring.record(SpanKind.STORE, began, order.transfer, sum(stored))
-            self._meter.transfer("store", sum(stored) * self._host.block_bytes, (time.monotonic_ns() - began) / 1e9)
+            self._meter.transfer(
+                "store", sum(stored) * self._host.block_bytes, (time.monotonic_ns() - began) / 1e9
+            )
             self._say(StoreDone(self._epoch, self._rank, order.transfer, stored))
 
     def _put_batch(self, pages: Sequence[PageKey]) -> list[Status]:
-        items = [PutItem(page.hash + self._part, self._host.block(page.host), page.group) for page in pages]
+        items = [
+            PutItem(page.hash + self._part, self._host.block(page.host), page.group)
+            for page in pages
+        ]
         return self._store.put_from(items, STORE_TIMEOUT_S)
 
     def _is_cancelled(self, transfer: int) -> bool:

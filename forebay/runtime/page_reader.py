@@ -58,7 +58,10 @@ class _Batch:
         """Page number ``index`` of the batch wants what ``source`` has of it."""
         key = page.hash + source.name
         if source.is_direct:
-            reads = [GetItem(key, r.source, r.length, block[r.target : r.target + r.length], page.group) for r in source.runs]
+            reads = [
+                GetItem(key, r.source, r.length, block[r.target : r.target + r.length], page.group)
+                for r in source.runs
+            ]
         else:
             scratch = bytearray(source.span_bytes)
             reads = [GetItem(key, source.begin, source.span_bytes, scratch, page.group)]
@@ -68,7 +71,11 @@ class _Batch:
 
     def settle(self, pages: int, statuses: Sequence[Status]) -> tuple[int, Status]:
         """How many of ``pages`` came, from the front, and what became of the next one."""
-        bad = ((owner, status) for owner, status in zip(self._owners, statuses, strict=True) if status is not Status.OK)
+        bad = (
+            (owner, status)
+            for owner, status in zip(self._owners, statuses, strict=True)
+            if status is not Status.OK
+        )
         came, status = next(bad, (pages, Status.OK))
         for index, source, scratch, block in self._copies:
             if index < came:
@@ -79,7 +86,9 @@ class _Batch:
 class PageReader:
     """Of one rank. ``block``: how its own part of a page lies in ``host``. Thread-safe."""
 
-    def __init__(self, store: PageStore, host: HostPool, block: Block, own: Layout, manifest: Manifest) -> None:
+    def __init__(
+        self, store: PageStore, host: HostPool, block: Block, own: Layout, manifest: Manifest
+    ) -> None:
         assert block.size == host.block_bytes, (block.size, host.block_bytes)
         self._store = store
         self._host = host
@@ -99,7 +108,15 @@ class PageReader:
     def match(self, pages: Sequence[PageKey], timeout_s: float) -> int:
         """How many leading pages of one prefix the store has, as far as this rank needs them. They will be read at once."""
         hashes, group = [page.hash for page in pages], pages[0].group if pages else b""
-        return match_prefix(self._store, hashes, group, self._own, self._manifest, timeout_s, needed=self._block.part)
+        return match_prefix(
+            self._store,
+            hashes,
+            group,
+            self._own,
+            self._manifest,
+            timeout_s,
+            needed=self._block.part,
+        )
 
     def _read_some(self, pages: Sequence[PageKey], deadline: float) -> int:
         """Pages from the front, as many as come in one layout; 0 if the first is there in none, or the store does not give it."""
@@ -121,7 +138,9 @@ class PageReader:
             if layout != latest:
                 yield layout
 
-    def _read_as(self, layout: Layout, pages: Sequence[PageKey], deadline: float) -> tuple[int, Status]:
+    def _read_as(
+        self, layout: Layout, pages: Sequence[PageKey], deadline: float
+    ) -> tuple[int, Status]:
         left = deadline - time.monotonic()
         if left <= 0:
             return 0, Status.TIMEOUT
@@ -137,7 +156,10 @@ class PageReader:
 
     def _sources(self, layout: Layout) -> list[_Source]:
         """Parts of ``layout`` that hold some of our own."""
-        found = [_Source(self._manifest.name(part), self._block.of(part).runs_into(self._block.part)) for part in layout.parts]
+        found = [
+            _Source(self._manifest.name(part), self._block.of(part).runs_into(self._block.part))
+            for part in layout.parts
+        ]
         return [source for source in found if source.runs]
 
 

@@ -36,7 +36,14 @@ from forebay.observe.events import Rings
 from forebay.observe.figures import Meter, StoreState
 from forebay.observe.flight import save_incident, save_timeline
 from forebay.observe.output import unhurried_output
-from forebay.runtime.boot import PlannerBoot, WorkerBoot, die_with_parent, new_endpoint, read_boot, ring_names
+from forebay.runtime.boot import (
+    PlannerBoot,
+    WorkerBoot,
+    die_with_parent,
+    new_endpoint,
+    read_boot,
+    ring_names,
+)
 from forebay.runtime.layouts import Layout
 from forebay.runtime.ranks import END_S, Endpoints, Ranks
 from forebay.runtime.store_access import StoreDesk, StoreView
@@ -63,7 +70,12 @@ class PlannerProcess:
     """Sockets and processes of one replica."""
 
     def __init__(
-        self, boot: PlannerBoot, worker: WorkerBoot, config: PlannerConfig, store: StoreDesk | None, telemetry: Telemetry
+        self,
+        boot: PlannerBoot,
+        worker: WorkerBoot,
+        config: PlannerConfig,
+        store: StoreDesk | None,
+        telemetry: Telemetry,
     ) -> None:
         self._boot = boot
         self._worker = worker
@@ -120,14 +132,18 @@ class PlannerProcess:
 
     def _router(self, endpoint: str, frames: int) -> "zmq.Socket[bytes]":
         socket = self._context.socket(zmq.ROUTER)
-        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a frame to a peer that is gone or full is an error, never dropped
+        socket.setsockopt(
+            zmq.ROUTER_MANDATORY, 1
+        )  # a frame to a peer that is gone or full is an error, never dropped
         socket.setsockopt(zmq.SNDHWM, frames)
         socket.setsockopt(zmq.RCVHWM, 0)
         socket.bind(endpoint)
         return socket
 
     def _start_ranks(self) -> None:
-        self._ranks = Ranks(self._boot, self._worker, self._endpoints, self._planner.epoch, time.monotonic())
+        self._ranks = Ranks(
+            self._boot, self._worker, self._endpoints, self._planner.epoch, time.monotonic()
+        )
         self._watch()
 
     def _end_ranks(self, reason: str, grace_s: float) -> None:
@@ -141,7 +157,13 @@ class PlannerProcess:
     def _watch(self) -> None:
         """What wakes the loop: frames, and the death of a rank."""
         self._poller = zmq.Poller()
-        for source in (self._frontend, self._plans, self._io, self._answered, *(self._ranks.pidfds if self._ranks else ())):
+        for source in (
+            self._frontend,
+            self._plans,
+            self._io,
+            self._answered,
+            *(self._ranks.pidfds if self._ranks else ()),
+        ):
             self._poller.register(source, zmq.POLLIN)
 
     # ------------------------------------------------------------------------------------------ one turn
@@ -271,7 +293,10 @@ class PlannerProcess:
     def _on_state(self) -> None:
         planner = self._planner
         if planner.state is not GridState.FAILED:  # the frontend says that one
-            _log(f"grid {planner.state} (epoch {planner.epoch})" + (f": {planner.detail}" if planner.detail else ""))
+            _log(
+                f"grid {planner.state} (epoch {planner.epoch})"
+                + (f": {planner.detail}" if planner.detail else "")
+            )
         if planner.state is GridState.FAILED:
             self._end_ranks("the grid has failed", 0)
             if planner.was_ready:
@@ -305,7 +330,9 @@ class PlannerProcess:
         self._said_writing = self._is_writing
         snapshot, store = self._planner.snapshot(), StoreState()
         if self._store is not None:
-            snapshot = msgspec.structs.replace(snapshot, store=self._store_view.fold(self._store.health))
+            snapshot = msgspec.structs.replace(
+                snapshot, store=self._store_view.fold(self._store.health)
+            )
             store = msgspec.structs.replace(self._store.state, writing=self._is_writing)
         self._tell_frontend(encode(snapshot), self._telemetry.report(store))
 
@@ -313,7 +340,9 @@ class PlannerProcess:
         """A frontend that has not connected yet has asked for nothing. One that reads nothing any more cannot be served: nothing that
         it waits for may be dropped silently, so this process ends, and the frontend with it."""
         try:
-            self._frontend.send_multipart((self._boot.frontend_identity, frame, *beside), zmq.NOBLOCK)
+            self._frontend.send_multipart(
+                (self._boot.frontend_identity, frame, *beside), zmq.NOBLOCK
+            )
         except zmq.Again:
             _log(f"the frontend has not read {FRONTEND_QUEUE_FRAMES} messages; ending")
             self._stopping = True
@@ -363,7 +392,9 @@ def planner_config(boot: PlannerBoot) -> PlannerConfig:
         write_policy=settings.write_policy,
         has_store=settings.store != "none",
         fetch_policy=settings.fetch_policy,
-        fetch_threshold=NEVER_TOKENS if settings.fetch_route is FetchRoute.OFF else settings.fetch_threshold,
+        fetch_threshold=NEVER_TOKENS
+        if settings.fetch_route is FetchRoute.OFF
+        else settings.fetch_threshold,
         staged=settings.fetch_route is FetchRoute.STAGED,
         staging=settings.host_mode is HostMode.STAGING,
     )
@@ -394,7 +425,9 @@ def open_store_desk(boot: PlannerBoot, config: PlannerConfig, meter: Meter) -> S
         raise SystemExit(2) from error
 
 
-def worker_template(boot: PlannerBoot, config: PlannerConfig, store: StoreDesk | None) -> WorkerBoot:
+def worker_template(
+    boot: PlannerBoot, config: PlannerConfig, store: StoreDesk | None
+) -> WorkerBoot:
     """What all ranks are told alike."""
     settings = boot.settings
     return WorkerBoot(
@@ -433,7 +466,13 @@ def main() -> None:
     meter = Meter()
     with unhurried_output():
         store = open_store_desk(boot, config, meter) if config.has_store else None
-        PlannerProcess(boot, worker_template(boot, config, store), config, store, Telemetry(meter, config.pp, config.tp)).run()
+        PlannerProcess(
+            boot,
+            worker_template(boot, config, store),
+            config,
+            store,
+            Telemetry(meter, config.pp, config.tp),
+        ).run()
 
 
 if __name__ == "__main__":

@@ -101,7 +101,9 @@ class LoadedRank:
         """Pages of host memory, maybe none."""
         return self.boot.host_memory // self.page_bytes
 
-    def allocate(self, order: Allocate, ring: SpanRing, meter: Meter, saved: Callable[[int, int], None]) -> ReadyRank:
+    def allocate(
+        self, order: Allocate, ring: SpanRing, meter: Meter, saved: Callable[[int, int], None]
+    ) -> ReadyRank:
         """Make the pools, meet the other ranks, and run a few passes that leave no trace.
 
         ``saved``: called with (transfer, pages) when a backup is done, on the thread that did it. All ranks must call this: it waits
@@ -143,11 +145,26 @@ class LoadedRank:
         # One entry more than the context needs: the last token may open a page before the request ends.
         # No request has more pages than there are.
         table_pages = min(-(-boot.max_context // boot.page_size), pages) + 1
-        return Limits(boot.max_running, pages, boot.page_size, table_pages, boot.max_plan_tokens, self.config.vocab_size)
+        return Limits(
+            boot.max_running,
+            pages,
+            boot.page_size,
+            table_pages,
+            boot.max_plan_tokens,
+            self.config.vocab_size,
+        )
 
     def _pool(self, pages: int) -> KVPool:
         try:
-            return KVPool(self.config, self.shard, pages, self.boot.page_size, self.stage.dtype, self.device, self.kv_format)
+            return KVPool(
+                self.config,
+                self.shard,
+                pages,
+                self.boot.page_size,
+                self.stage.dtype,
+                self.device,
+                self.kv_format,
+            )
         except (MemoryError, OSError, OverflowError, RuntimeError) as error:
             if not _is_shortage(error):
                 raise
@@ -169,20 +186,28 @@ def load(boot: WorkerBoot) -> LoadedRank:
     dtype = _DTYPES[boot.dtype]
     formats = (kv_format(boot.kv_dtype, dtype),)
     try:
-        stage = load_stage(path, config, shard, dtype, device, kernels=Kernels(boot.kernels), kv_formats=formats)
+        stage = load_stage(
+            path, config, shard, dtype, device, kernels=Kernels(boot.kernels), kv_formats=formats
+        )
     except (MemoryError, RuntimeError) as error:
         if not _is_shortage(error):
             raise
-        raise MemoryShortage(f"no memory for the weights of rank {boot.rank}; use more stages with --pp") from error
+        raise MemoryShortage(
+            f"no memory for the weights of rank {boot.rank}; use more stages with --pp"
+        ) from error
     meets = place.rank == 0 and place.world > 1
-    return LoadedRank(boot, config, shard, place, device, stage, Rendezvous(place) if meets else None)
+    return LoadedRank(
+        boot, config, shard, place, device, stage, Rendezvous(place) if meets else None
+    )
 
 
 def _is_shortage(error: Exception) -> bool:
     """PyTorch's CPU allocator raises a plain RuntimeError; a mapping raises OSError, or OverflowError if it is past any address."""
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
-    return isinstance(error, MemoryError | OverflowError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+    return isinstance(
+        error, MemoryError | OverflowError | torch.OutOfMemoryError
+    ) or "can't allocate memory" in str(error)
 
 
 def shard_parameters(config: ModelConfig, shard: Shard) -> int:

@@ -74,7 +74,9 @@ class Endpoints:
 class Ranks:
     """All ranks of one epoch. ``take`` folds what they say into planner events."""
 
-    def __init__(self, boot: PlannerBoot, worker: WorkerBoot, endpoints: Endpoints, epoch: int, now: float) -> None:
+    def __init__(
+        self, boot: PlannerBoot, worker: WorkerBoot, endpoints: Endpoints, epoch: int, now: float
+    ) -> None:
         """``worker``: what all ranks are told; epoch, rank, endpoints and identities are filled in here."""
         self.epoch = epoch
         self._max_pages = -(-boot.max_context // worker.page_size) * worker.max_running
@@ -84,8 +86,12 @@ class Ranks:
         for rank in range(worker.pp * worker.tp):
             plan_identity, io_identity = new_identity(), new_identity()
             own = _for_rank(worker, rank, epoch, endpoints, plan_identity, io_identity)
-            process = spawn_worker(msgspec.structs.replace(own, ring_fd=boot.ring_fds[FIRST_RANK_RING + rank]))
-            self._ranks.append(_Rank(process, os.pidfd_open(process.pid), plan_identity, io_identity, now))
+            process = spawn_worker(
+                msgspec.structs.replace(own, ring_fd=boot.ring_fds[FIRST_RANK_RING + rank])
+            )
+            self._ranks.append(
+                _Rank(process, os.pidfd_open(process.pid), plan_identity, io_identity, now)
+            )
         self._by_identity = {rank.plan_identity: index for index, rank in enumerate(self._ranks)}
         self._by_identity |= {rank.io_identity: index for index, rank in enumerate(self._ranks)}
 
@@ -97,7 +103,9 @@ class Ranks:
         """Whose channel this is; None for a stranger or a rank of an earlier epoch."""
         return self._by_identity.get(identity)
 
-    def take(self, now: float, rank: int, message: FromWorker, plans: "zmq.Socket[bytes]") -> Event | None:
+    def take(
+        self, now: float, rank: int, message: FromWorker, plans: "zmq.Socket[bytes]"
+    ) -> Event | None:
         """What a rank's message means to the planner, if anything. Other epochs and borrowed rank numbers are dropped."""
         if message.epoch != self.epoch or message.rank != rank:
             return None
@@ -112,7 +120,14 @@ class Ranks:
             case Ready():
                 member.ready = message
                 return self._all_ready()
-            case PlanDone() | TransferDone() | FetchProgress() | StagedTaken() | StoreDone() | Heartbeat():
+            case (
+                PlanDone()
+                | TransferDone()
+                | FetchProgress()
+                | StagedTaken()
+                | StoreDone()
+                | Heartbeat()
+            ):
                 return message if self._started else None
             case Fault():
                 return self._fault(rank, message)
@@ -124,7 +139,9 @@ class Ranks:
             code = rank.process.poll()
             if code is not None:
                 rank.ended_at = rank.ended_at or now
-                if code != EXIT_FAULT or now - rank.ended_at >= DEATH_S:  # a Fault that it has sent may still be on its way
+                if (
+                    code != EXIT_FAULT or now - rank.ended_at >= DEATH_S
+                ):  # a Fault that it has sent may still be on its way
                     return self._ended(index, rank, code)
             elif not self._started and (late := self._late_start(now, rank)):
                 return GridLost(self.epoch, f"rank {index} (process {rank.process.pid}) {late}")
@@ -143,7 +160,11 @@ class Ranks:
             rank.stopped_at = None
             return ""
         rank.stopped_at = rank.stopped_at or now
-        return f"has been stopped for {STOPPED_S:.0f} s while it started" if now - rank.stopped_at > STOPPED_S else ""
+        return (
+            f"has been stopped for {STOPPED_S:.0f} s while it started"
+            if now - rank.stopped_at > STOPPED_S
+            else ""
+        )
 
     def send(self, frame: bytes, plans: "zmq.Socket[bytes]") -> None:
         """To every rank, in rank order. Raises ``zmq.ZMQError`` if a rank is gone or does not drain its channel."""
@@ -168,7 +189,9 @@ class Ranks:
             deadline = time.monotonic() + grace_s
             for rank in self._ranks:
                 with contextlib.suppress(zmq.ZMQError):
-                    plans.send_multipart((rank.plan_identity, encode(Stop(self.epoch, reason))), zmq.NOBLOCK)
+                    plans.send_multipart(
+                        (rank.plan_identity, encode(Stop(self.epoch, reason))), zmq.NOBLOCK
+                    )
             for rank in self._ranks:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     rank.process.wait(max(deadline - time.monotonic(), 0))
@@ -190,7 +213,14 @@ class Ranks:
         affordable = min(message.device_pages for message in loaded if message is not None)
         rendezvous = next(message.rendezvous for message in loaded if message is not None)
         try:
-            self.send(encode(Allocate(self.epoch, min(affordable, self._max_pages), rendezvous, self._host_pages())), plans)
+            self.send(
+                encode(
+                    Allocate(
+                        self.epoch, min(affordable, self._max_pages), rendezvous, self._host_pages()
+                    )
+                ),
+                plans,
+            )
         except zmq.ZMQError as error:
             return GridLost(self.epoch, f"a rank left while the grid started: {error}")
         return None
@@ -223,7 +253,14 @@ class Ranks:
         return GridLost(self.epoch, f"rank {rank}: {fault.text}", fault.hopeless, faulted=True)
 
 
-def _for_rank(worker: WorkerBoot, rank: int, epoch: int, endpoints: Endpoints, plan_identity: bytes, io_identity: bytes) -> WorkerBoot:
+def _for_rank(
+    worker: WorkerBoot,
+    rank: int,
+    epoch: int,
+    endpoints: Endpoints,
+    plan_identity: bytes,
+    io_identity: bytes,
+) -> WorkerBoot:
     return msgspec.structs.replace(
         worker,
         epoch=epoch,

@@ -70,8 +70,18 @@ class Sampler:
 
     def open(self, opening: Opening) -> None:
         params = opening.params
-        bias = {token: value for token, value in params.logit_bias.items() if 0 <= token < self._vocab_size}
-        banned = sorted({token for token in (*opening.eos, *params.stop_token_ids) if 0 <= token < self._vocab_size})
+        bias = {
+            token: value
+            for token, value in params.logit_bias.items()
+            if 0 <= token < self._vocab_size
+        }
+        banned = sorted(
+            {
+                token
+                for token in (*opening.eos, *params.stop_token_ids)
+                if 0 <= token < self._vocab_size
+            }
+        )
         self._slots[opening.slot] = _Slot(
             params,
             torch.tensor(list(bias), dtype=torch.int64, device=self._device),
@@ -93,7 +103,9 @@ class Sampler:
         tokens = _argmax(edited) if len(drawn) < len(slots) else [0] * len(slots)
         for part in self._parts(drawn):
             rows = torch.tensor(part, device=self._device)
-            found = self._draw(edited[rows], [slots[row].params for row in part], [steps[row] for row in part])
+            found = self._draw(
+                edited[rows], [slots[row].params for row in part], [steps[row] for row in part]
+            )
             for row, token in zip(part, found, strict=True):
                 tokens[row] = token
         return list(zip(tokens, self._logprobs(logits, tokens, slots), strict=True))
@@ -118,10 +130,14 @@ class Sampler:
         if penalised:
             index = torch.tensor(penalised, device=self._device)
             seen, emitted = self._counts.of([steps[row].slot for row in penalised])
-            edited[index] = self._penalise(edited[index], seen, emitted, [slots[row].params for row in penalised])
+            edited[index] = self._penalise(
+                edited[index], seen, emitted, [slots[row].params for row in penalised]
+            )
         return edited
 
-    def _penalise(self, logits: Tensor, seen: Tensor, emitted: Tensor, params: list[SamplingParams]) -> Tensor:
+    def _penalise(
+        self, logits: Tensor, seen: Tensor, emitted: Tensor, params: list[SamplingParams]
+    ) -> Tensor:
         """Repetition (CTRL, arXiv 1909.05858, 4.1) over the whole text; frequency and presence (OpenAI) over the output."""
         repetition = self._column([p.repetition_penalty for p in params])
         frequency = self._column([p.frequency_penalty for p in params])
@@ -139,7 +155,9 @@ class Sampler:
         self._filter(weights, params)
         cumulated = weights.cumsum(dim=-1, dtype=torch.float64)
         totals = cumulated[:, -1:]
-        numbers = [uniform(p.seed or 0, step.output_index) for p, step in zip(params, steps, strict=True)]
+        numbers = [
+            uniform(p.seed or 0, step.output_index) for p, step in zip(params, steps, strict=True)
+        ]
         points = self._column(numbers, torch.float64)
         # Strictly below the total, whatever the product rounds to: then the token found has a weight above zero.
         targets = torch.minimum(points * totals, torch.nextafter(totals, torch.zeros_like(totals)))
@@ -167,7 +185,9 @@ class Sampler:
         elif rows:
             index = torch.tensor(rows, device=self._device)
             part = weights[index]
-            weights[index] = part.masked_fill(part < floor(part, [params[row] for row in rows]), 0.0)
+            weights[index] = part.masked_fill(
+                part < floor(part, [params[row] for row in rows]), 0.0
+            )
 
     def _min_p_floor(self, weights: Tensor, params: list[SamplingParams]) -> Tensor:
         # The largest weight is exp(0) = 1.
@@ -188,7 +208,9 @@ class Sampler:
         # A row that is not finite (a model's own NaN) has no such place: its last candidate is as good as any.
         return largest.gather(1, torch.searchsorted(sums, needed).clamp_(max=sums.shape[1] - 1))
 
-    def _logprobs(self, logits: Tensor, tokens: list[int], slots: list[_Slot]) -> list[TokenLogprobs | None]:
+    def _logprobs(
+        self, logits: Tensor, tokens: list[int], slots: list[_Slot]
+    ) -> list[TokenLogprobs | None]:
         """Of the chosen token and the most likely ones, for the rows that ask; log-softmax in float32 over raw logits."""
         found: list[TokenLogprobs | None] = [None] * len(slots)
         rows = [row for row, slot in enumerate(slots) if slot.params.logprobs is not None]
@@ -196,9 +218,17 @@ class Sampler:
             return found
         index = torch.tensor(rows, device=self._device)
         logprobs = logits[index].log_softmax(dim=-1)
-        chosen = logprobs.gather(1, torch.tensor([[tokens[row]] for row in rows], device=self._device)).squeeze(1).tolist()
-        top = logprobs.topk(min(max(slots[row].params.logprobs or 0 for row in rows), self._vocab_size), dim=-1)
-        for row, own, values, ids in zip(rows, chosen, top.values.tolist(), top.indices.tolist(), strict=True):
+        chosen = (
+            logprobs.gather(1, torch.tensor([[tokens[row]] for row in rows], device=self._device))
+            .squeeze(1)
+            .tolist()
+        )
+        top = logprobs.topk(
+            min(max(slots[row].params.logprobs or 0 for row in rows), self._vocab_size), dim=-1
+        )
+        for row, own, values, ids in zip(
+            rows, chosen, top.values.tolist(), top.indices.tolist(), strict=True
+        ):
             count = slots[row].params.logprobs or 0
             found[row] = TokenLogprobs(own, tuple(ids[:count]), tuple(values[:count]))
         return found
@@ -225,7 +255,11 @@ def _share_floor(weights: Tensor, share: Tensor) -> Tensor:
     rows = torch.arange(len(weights), device=weights.device).unsqueeze(1)
     buckets = (_BUCKETS - 1) - (weights.view(torch.int32) >> 16)  # the largest weights first
     flat = (buckets + (rows * _BUCKETS).int()).flatten()
-    sums = torch.bincount(flat, weights.double().flatten(), len(weights) * _BUCKETS).view(-1, _BUCKETS).cumsum(-1)
+    sums = (
+        torch.bincount(flat, weights.double().flatten(), len(weights) * _BUCKETS)
+        .view(-1, _BUCKETS)
+        .cumsum(-1)
+    )
     needed = sums[:, -1:] * share
     reached = torch.searchsorted(sums, needed).clamp_(max=_BUCKETS - 1)
     inside = buckets == reached

@@ -36,7 +36,9 @@ def spawn_worker(boot: WorkerBoot) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-P", "-m", "forebay.runtime.worker"]
     # A group of its own: signals that a terminal or a shell sends to the server's group are for the server, which ends us in order.
     keep = () if boot.ring_fd < 0 else (boot.ring_fd,)
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment, process_group=0, pass_fds=keep)
+    process = subprocess.Popen(
+        command, stdin=subprocess.PIPE, env=environment, process_group=0, pass_fds=keep
+    )
     assert process.stdin is not None
     with contextlib.suppress(BrokenPipeError):
         process.stdin.write(frame_boot(boot))
@@ -50,4 +52,7 @@ def is_stopped(pid: int) -> bool:
         status = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return False
-    return status.rpartition(")")[2].split()[0] in ("T", "t")  # proc(5); the name before it may hold anything
+    return status.rpartition(")")[2].split()[0] in (
+        "T",
+        "t",
+    )  # proc(5); the name before it may hold anything

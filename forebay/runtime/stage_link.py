@@ -41,7 +41,9 @@ class Activation:
     digest: bytes
 
     def pack(self) -> bytes:
-        return _HEADER.pack(self.epoch, self.plan, self.tokens, self.digest).ljust(HEADER_BYTES, b"\0")
+        return _HEADER.pack(self.epoch, self.plan, self.tokens, self.digest).ljust(
+            HEADER_BYTES, b"\0"
+        )
 
     @classmethod
     def unpack(cls, header: bytes) -> "Activation":
@@ -114,7 +116,9 @@ class StageSender:
 class StageReceiver:
     """Receives from rank ``source`` into one buffer of its own."""
 
-    def __init__(self, transport: Transport, source: int, hidden_size: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, transport: Transport, source: int, hidden_size: int, dtype: torch.dtype
+    ) -> None:
         self._transport = transport
         self._source = source
         self._hidden_size = hidden_size
@@ -136,13 +140,17 @@ class StageReceiver:
             raise _gone("previous", self._source, error) from error
         got = Activation.unpack(message[:HEADER_BYTES].cpu().numpy().tobytes())
         if got != expected:
-            raise LinkError(f"hidden states of {got} came from rank {self._source}; {expected} was to run")
+            raise LinkError(
+                f"hidden states of {got} came from rank {self._source}; {expected} was to run"
+            )
         hidden = message[HEADER_BYTES:].view(self._dtype).view(expected.tokens, self._hidden_size)
         return hidden.to(self._transport.device)
 
 
 def _gone(which: str, rank: int, error: RuntimeError) -> NeighbourGone:
-    return NeighbourGone(f"the {which} stage, rank {rank}, cannot be reached: {str(error).splitlines()[0]}")
+    return NeighbourGone(
+        f"the {which} stage, rank {rank}, cannot be reached: {str(error).splitlines()[0]}"
+    )
 
 
 def _world() -> dist.ProcessGroup:

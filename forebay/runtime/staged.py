@@ -14,7 +14,14 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from forebay.core.messages import Cancel, FetchProgress, FromWorker, StagedReturn, StagedTaken, StagedTicket
+from forebay.core.messages import (
+    Cancel,
+    FetchProgress,
+    FromWorker,
+    StagedReturn,
+    StagedTaken,
+    StagedTicket,
+)
 from forebay.core.spans import SpanKind
 from forebay.observe.events import SpanRing
 

@@ -107,7 +107,9 @@ class StoreDesk:
         pages = 0
         try:
             if time.monotonic() - asked_at < QUERY_S:
-                pages = match_prefix(self._store, query.hashes, query.group, self._own, self._manifest, QUERY_S)
+                pages = match_prefix(
+                    self._store, query.hashes, query.group, self._own, self._manifest, QUERY_S
+                )
         except Exception:  # a store should answer with a number; whatever it does instead is a miss
             traceback.print_exc()
         finally:
@@ -117,14 +119,18 @@ class StoreDesk:
 
     def _hint(self, hint: Hint) -> None:
         try:
-            match_prefix(self._store, hint.hashes, hint.group, self._own, self._manifest, QUERY_S, hint=True)
+            match_prefix(
+                self._store, hint.hashes, hint.group, self._own, self._manifest, QUERY_S, hint=True
+            )
         except Exception:  # whatever a store does, it was only a hint
             traceback.print_exc()
 
     def _look(self) -> None:
         try:
             use = self._store.use()
-            self.state = StoreState(self.state.url, False, dict(use.sizes), dict(use.counters), dict(use.throttle))
+            self.state = StoreState(
+                self.state.url, False, dict(use.sizes), dict(use.counters), dict(use.throttle)
+            )
         except Exception:  # whatever a store does on a bad day, serving goes on
             traceback.print_exc()
         finally:
@@ -141,7 +147,9 @@ class StoreDesk:
             deadline = 0.0
         finally:
             self._look_due = 0.0
-            self.cleared.put(StoreCleared(call, objects // len(self._own.parts), time.monotonic() < deadline))
+            self.cleared.put(
+                StoreCleared(call, objects // len(self._own.parts), time.monotonic() < deadline)
+            )
             wake()
 
 
@@ -168,9 +176,16 @@ class StoreView:
 
     def fold(self, planner: StoreHealth) -> StoreHealth:
         known = [planner, *self._ranks.values()]
-        worst = next((health for health in known if health.state not in ("none", State.CLOSED)), planner)
+        worst = next(
+            (health for health in known if health.state not in ("none", State.CLOSED)), planner
+        )
         openings = self._openings + sum(health.openings for health in known)
-        return StoreHealth(worst.state, worst.detail, openings, self._refused + sum(health.refused for health in known))
+        return StoreHealth(
+            worst.state,
+            worst.detail,
+            openings,
+            self._refused + sum(health.refused for health in known),
+        )
 
 
 def _opened_first(url: str, meter: Meter) -> tuple[WatchedStore, StoreAddress]:
@@ -179,7 +194,9 @@ def _opened_first(url: str, meter: Meter) -> tuple[WatchedStore, StoreAddress]:
         grouped = _guarded(StoreAddress(url, None), "forebay planner", meter)
         if grouped.is_open:
             grouped.close()
-            raise StoreURLError(f"store {url!r} does not answer: {grouped.figures.detail}; --store none does without")
+            raise StoreURLError(
+                f"store {url!r} does not answer: {grouped.figures.detail}; --store none does without"
+            )
         return grouped, StoreAddress(url, None)
     store = open_store(url)
     assert store is not None
@@ -191,7 +208,11 @@ def _opened_first(url: str, meter: Meter) -> tuple[WatchedStore, StoreAddress]:
             store.start_again_if_dead()
         return metered
 
-    address = StoreAddress(store.url, store.secret) if isinstance(store, EmbeddedStore) else StoreAddress(url, None)
+    address = (
+        StoreAddress(store.url, store.secret)
+        if isinstance(store, EmbeddedStore)
+        else StoreAddress(url, None)
+    )
     return GuardedStore(metered, _say("forebay planner"), revived), address
 
 
@@ -201,7 +222,10 @@ def _guarded(address: StoreAddress, who: str, meter: Meter) -> WatchedStore:
     if len(masters) > 1:
         with ThreadPoolExecutor(len(masters)) as threads:
             opened = threads.map(
-                lambda name: _guarded_one(replace(address, url=masters[name]), f"{who}, {name}", meter, patient=False), masters
+                lambda name: _guarded_one(
+                    replace(address, url=masters[name]), f"{who}, {name}", meter, patient=False
+                ),
+                masters,
             )
             return GroupedStore(dict(zip(masters, opened, strict=True)))
     return _guarded_one(address, who, meter, patient=True)

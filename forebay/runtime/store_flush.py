@@ -56,7 +56,9 @@ class StoreFlushes:
                 start.append((call, max(pending.deadline - now, 0.1)))
             elif now >= pending.deadline:
                 del self._pending[call]
-                late.append(msgspec.structs.replace(pending.done, busy=("pages on their way to the store",)))
+                late.append(
+                    msgspec.structs.replace(pending.done, busy=("pages on their way to the store",))
+                )
         return start, late
 
     def cleared(self, result: StoreCleared) -> FlushDone | None:

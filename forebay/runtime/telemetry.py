@@ -23,7 +23,9 @@ class TicketClock:
         for order in effects.orders:
             if isinstance(order, Ticket):
                 self._fetching[order.transfer] = (now, set(range(self._pp * self._tp)))
-            elif isinstance(order, StagedTicket):  # the first stage is told first and has the last word
+            elif isinstance(
+                order, StagedTicket
+            ):  # the first stage is told first and has the last word
                 _, told = self._fetching.setdefault(order.transfer, (now, set()))
                 told |= set(range(order.stage * self._tp, (order.stage + 1) * self._tp))
 
@@ -31,7 +33,11 @@ class TicketClock:
         for event in events:
             if isinstance(event, QueryDone) and event.number in self._asked:
                 self._meter.ticket("query", now - self._asked.pop(event.number))
-            elif isinstance(event, FetchProgress) and event.final and event.transfer in self._fetching:
+            elif (
+                isinstance(event, FetchProgress)
+                and event.final
+                and event.transfer in self._fetching
+            ):
                 began, left = self._fetching[event.transfer]
                 left.discard(event.rank)
                 if not left:

@@ -25,7 +25,9 @@ class TokenCounts:
             table.pop(slot, None)
         if opening.params.has_penalties:
             self._seen[slot] = torch.zeros(self._vocab_size, dtype=torch.bool, device=self._device)
-            self._emitted[slot] = torch.zeros(self._vocab_size, dtype=torch.float32, device=self._device)
+            self._emitted[slot] = torch.zeros(
+                self._vocab_size, dtype=torch.float32, device=self._device
+            )
             self._prompt_tokens[slot] = opening.prompt_tokens
             self._count(slot, 0, unpack_tokens(opening.history))
 
@@ -36,7 +38,9 @@ class TokenCounts:
 
     def of(self, slots: list[int]) -> tuple[Tensor, Tensor]:
         """``seen`` and ``emitted`` of slots with penalties, both (len(slots), vocab)."""
-        return torch.stack([self._seen[slot] for slot in slots]), torch.stack([self._emitted[slot] for slot in slots])
+        return torch.stack([self._seen[slot] for slot in slots]), torch.stack(
+            [self._emitted[slot] for slot in slots]
+        )
 
     def _count(self, slot: int, start: int, tokens: Tokens) -> None:
         ids = torch.from_numpy(tokens.astype(np.int64)).to(self._device)

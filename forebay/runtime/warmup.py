@@ -41,7 +41,9 @@ def _plans(limits: Limits, chunks: list[int], epoch: int) -> Iterator[Plan]:
     digest, start = ZERO, 0
     for number, count in enumerate(chunks):
         tokens = pack_tokens(index % limits.vocab_size for index in range(start, start + count))
-        piece = Piece(_SLOT, start, tokens, () if number else pages, start, sample=number == len(chunks) - 1)
+        piece = Piece(
+            _SLOT, start, tokens, () if number else pages, start, sample=number == len(chunks) - 1
+        )
         chain = PlanDigest(digest, number)
         chain.piece(_SLOT, start, tokens, piece.pages, len(pages), start, piece.sample)
         digest = chain.value

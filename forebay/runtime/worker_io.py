@@ -15,7 +15,14 @@ from queue import SimpleQueue
 
 import zmq
 
-from forebay.core.messages import FromWorker, Heartbeat, StoreHealth, ToWorkerIo, decode_to_worker_io, encode
+from forebay.core.messages import (
+    FromWorker,
+    Heartbeat,
+    StoreHealth,
+    ToWorkerIo,
+    decode_to_worker_io,
+    encode,
+)
 from forebay.observe.figures import Meter
 
 HEARTBEAT_S = 1.0
@@ -30,7 +37,13 @@ class WorkerIo(threading.Thread):
     """Start it once; ``applied`` may be set at any time by the compute loop; ``stop`` ends it."""
 
     def __init__(
-        self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, identity: bytes, epoch: int, rank: int, meter: Meter
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        endpoint: str,
+        identity: bytes,
+        epoch: int,
+        rank: int,
+        meter: Meter,
     ) -> None:
         super().__init__(name="worker-io", daemon=True)
         self._context = context
@@ -117,7 +130,9 @@ class WorkerIo(threading.Thread):
             os._exit(1)
 
 
-def connect(context: zmq.Context[zmq.Socket[bytes]], endpoint: str, identity: bytes) -> zmq.Socket[bytes]:
+def connect(
+    context: zmq.Context[zmq.Socket[bytes]], endpoint: str, identity: bytes
+) -> zmq.Socket[bytes]:
     """A DEALER of ours to the planner's ROUTER. Its queues hold far more messages than plans can be in flight (rule R1)."""
     socket = context.socket(zmq.DEALER)
     socket.setsockopt(zmq.ROUTING_ID, identity)

@@ -58,7 +58,9 @@ class Worker:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._channel = connect(self._context, boot.plan_endpoint, boot.plan_identity)
         self._meter = Meter()
-        self._io = WorkerIo(self._context, boot.io_endpoint, boot.io_identity, boot.epoch, boot.rank, self._meter)
+        self._io = WorkerIo(
+            self._context, boot.io_endpoint, boot.io_identity, boot.epoch, boot.rank, self._meter
+        )
         name = f"rank {boot.rank}"
         self._ring = SpanRing(name) if boot.ring_fd < 0 else SpanRing.at(name, boot.ring_fd)
 
@@ -80,7 +82,16 @@ class Worker:
         self._send(Hello(boot.epoch, boot.rank, os.getpid()))
         loaded = load(boot)
         address = loaded.rendezvous.address if loaded.rendezvous is not None else ""
-        self._send(Loaded(boot.epoch, boot.rank, loaded.affordable_pages(), loaded.weight_bytes, address, loaded.host_pages()))
+        self._send(
+            Loaded(
+                boot.epoch,
+                boot.rank,
+                loaded.affordable_pages(),
+                loaded.weight_bytes,
+                address,
+                loaded.host_pages(),
+            )
+        )
         message = self._receive()
         if isinstance(message, Stop):
             return
@@ -104,14 +115,18 @@ class Worker:
                 raise PlanError(f"{type(message).__name__} came where plans are run")
             self._io.applied = message.number
             outcome = executor.run(message)
-            self._send(PlanDone(boot.epoch, boot.rank, message.number, outcome.samples, outcome.forward_s))
+            self._send(
+                PlanDone(boot.epoch, boot.rank, message.number, outcome.samples, outcome.forward_s)
+            )
 
     def _open_store(self, loaded: LoadedRank, ready: ReadyRank) -> PageIo | None:
         """From here on the I/O thread takes the planner's orders."""
         boot = self._boot
         if boot.store_url is None:
             return None
-        store = open_for_rank(StoreAddress(boot.store_url, boot.store_secret, ready.host.lent), boot.rank, self._meter)
+        store = open_for_rank(
+            StoreAddress(boot.store_url, boot.store_secret, ready.host.lent), boot.rank, self._meter
+        )
         self._io.store_health = lambda: store.figures
         own = Layout.of(loaded.config, boot.pp, boot.tp)
         block = loaded.block
@@ -119,7 +134,16 @@ class Worker:
         reader = PageReader(store, ready.host, block, own, manifest)
         is_last = ready.grid.place.is_last
         page_io = PageIo(
-            store, reader, ready.host, manifest.name(block.part), boot.epoch, boot.rank, is_last, self._ring, self._meter, self._io.send
+            store,
+            reader,
+            ready.host,
+            manifest.name(block.part),
+            boot.epoch,
+            boot.rank,
+            is_last,
+            self._ring,
+            self._meter,
+            self._io.send,
         )
         if boot.staged:
             ready.executor.around_forward = page_io.staged.forward

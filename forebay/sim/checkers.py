@@ -29,7 +29,9 @@ class FenceChecker:
             self._owner[opening.slot] = opening.request_id
         for copy in plan.loads:
             for pages in in_flight:
-                assert copy.device not in pages, f"R5: plan {plan.number} loads into page {copy.device}, which is still in use"
+                assert copy.device not in pages, (
+                    f"R5: plan {plan.number} loads into page {copy.device}, which is still in use"
+                )
         for remap in plan.remaps:
             self._tables[remap.slot][remap.index] = remap.page
         for piece in plan.pieces:
@@ -39,7 +41,9 @@ class FenceChecker:
             for index in range(max(first_new, -(-piece.write_from // self._page_size)), len(table)):
                 for pages in in_flight:
                     other = pages.get(table[index], owner)
-                    assert other == owner, f"R5: page {table[index]} goes to {owner} in plan {plan.number}, {other} still uses it"
+                    assert other == owner, (
+                        f"R5: page {table[index]} goes to {owner} in plan {plan.number}, {other} still uses it"
+                    )
             named.update((page, owner) for page in table)
         self._named[plan.number] = named
 
@@ -90,15 +94,21 @@ class ClientChecker:
         And one more, which the planner may have heard of before it heard of the request.
         """
         self._restarts_in_a_row += bool(self._open)
-        assert self._restarts_in_a_row <= most + 1, f"{self._restarts_in_a_row} restarts in a row brought nobody a token"
+        assert self._restarts_in_a_row <= most + 1, (
+            f"{self._restarts_in_a_row} restarts in a row brought nobody a token"
+        )
 
     def output(self, output: Output) -> None:
         request_id = output.request_id
         assert request_id in self._wanted, f"output for {request_id}, which nobody asked for"
         assert request_id not in self.finish, f"output for {request_id} after its end"
-        assert len(output.logprobs) in (0, len(output.tokens)), "log-probabilities without their tokens"
+        assert len(output.logprobs) in (0, len(output.tokens)), (
+            "log-probabilities without their tokens"
+        )
         if output.usage is not None:
-            assert output.tokens and request_id not in self.usage_seen, f"usage of {request_id} comes with its first token, once"
+            assert output.tokens and request_id not in self.usage_seen, (
+                f"usage of {request_id} comes with its first token, once"
+            )
             self.usage_seen.add(request_id)
         if output.tokens:
             assert request_id in self.usage_seen, f"tokens of {request_id} before its usage"
@@ -106,7 +116,10 @@ class ClientChecker:
         self.tokens[request_id] += output.tokens
         if output.finish is not None:
             self.finish[request_id] = output.finish
-            faults, losses = self._faults - self._faults_before[request_id], self._losses - self._losses_before[request_id]
+            faults, losses = (
+                self._faults - self._faults_before[request_id],
+                self._losses - self._losses_before[request_id],
+            )
             self._blamed[request_id] = faults >= MAX_FAULTS_ALONE or losses >= MAX_LOSSES
             del self._open[request_id]
 
@@ -120,13 +133,21 @@ class ClientChecker:
         for request_id, (wanted, wanted_reason) in self._wanted.items():
             got, reason = self.tokens[request_id], self.finish[request_id]
             if reason in REJECTED:
-                assert not got or (shrunk and got == wanted[: len(got)]), f"{request_id} was rejected after tokens"
+                assert not got or (shrunk and got == wanted[: len(got)]), (
+                    f"{request_id} was rejected after tokens"
+                )
             elif reason in ENDED_EARLY:
-                assert got == wanted[: len(got)] and len(got) < len(wanted), f"{request_id} ended early with wrong tokens"
+                assert got == wanted[: len(got)] and len(got) < len(wanted), (
+                    f"{request_id} ended early with wrong tokens"
+                )
                 may_fail = reason is FinishReason.ERROR and (failed or self._blamed[request_id])
-                assert may_fail or request_id in self._aborted, f"{request_id} ended with {reason} for no reason"
+                assert may_fail or request_id in self._aborted, (
+                    f"{request_id} ended with {reason} for no reason"
+                )
             else:
-                assert got == wanted and reason is wanted_reason, f"{request_id}: got {got} {reason}, not {wanted} {wanted_reason}"
+                assert got == wanted and reason is wanted_reason, (
+                    f"{request_id}: got {got} {reason}, not {wanted} {wanted_reason}"
+                )
 
 
 def check_stored(tree: PrefixTree, ever: set[tuple[bytes, int]], ranks: int) -> None:
@@ -134,4 +155,6 @@ def check_stored(tree: PrefixTree, ever: set[tuple[bytes, int]], ranks: int) -> 
     believed = [node.hash for node in tree if node.stored]
     for rank in range(ranks):
         wrong = [hash for hash in believed if (hash, rank) not in ever]
-        assert not wrong, f"{len(wrong)} pages are believed stored, and rank {rank} never stored them"
+        assert not wrong, (
+            f"{len(wrong)} pages are believed stored, and rank {rank} never stored them"
+        )

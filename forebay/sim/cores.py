@@ -26,7 +26,9 @@ class Cores:
         busy = len(self._left)
         if not busy:
             return 1.0
-        return min(1.0, self._count / busy) / (1.0 + self._contention * (min(busy, self._count) - 1))
+        return min(1.0, self._count / busy) / (
+            1.0 + self._contention * (min(busy, self._count) - 1)
+        )
 
     def run(self, work_s: float, done: Callable[[], None]) -> None:
         """``done`` is called once ``work_s`` seconds of work are done."""
@@ -52,7 +54,10 @@ class Cores:
         if not self._left:
             return
         turn, job = self._turn, min(self._left, key=lambda each: self._left[each])
-        self._heap.after(max(self._left[job], 0.0) / self.pace, lambda: self._end(job) if turn == self._turn else None)
+        self._heap.after(
+            max(self._left[job], 0.0) / self.pace,
+            lambda: self._end(job) if turn == self._turn else None,
+        )
 
     def _end(self, job: int) -> None:
         self._catch_up()

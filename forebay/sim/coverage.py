@@ -31,7 +31,16 @@ from forebay.sim.faults import Activity, FaultKind, RequestPoint
 EVENTS: tuple[type[Event], ...] = (
     Submit, Abort, Flush, PlanDone, TransferDone, FetchProgress, StagedTaken, StoreDone, QueryDone, Heartbeat, GridReady, GridLost,
 )  # fmt: skip
-CONCERNING: tuple[type[Event], ...] = (Abort, Flush, TransferDone, FetchProgress, StagedTaken, StoreDone, QueryDone, GridLost)
+CONCERNING: tuple[type[Event], ...] = (
+    Abort,
+    Flush,
+    TransferDone,
+    FetchProgress,
+    StagedTaken,
+    StoreDone,
+    QueryDone,
+    GridLost,
+)
 
 Cell = tuple[str, str]
 _ENDS = "no grid is there or will be: a planner that has failed has ended every request and told its process to end"
@@ -42,11 +51,18 @@ _AT_A_START = "by its name it strikes while a grid starts, and nothing else goes
 
 UNREACHABLE: dict[Cell, str] = {
     (GridState.FAILED, GridReady.__name__): _ENDS,
-    **{(GridState.STARTING, event.__name__): _NOTHING_RAN for event in (PlanDone, TransferDone, FetchProgress, StagedTaken, StoreDone)},
+    **{
+        (GridState.STARTING, event.__name__): _NOTHING_RAN
+        for event in (PlanDone, TransferDone, FetchProgress, StagedTaken, StoreDone)
+    },
     (GridState.STARTING, QueryDone.__name__): _NOTHING_RAN,
     (RequestPoint.ASKING, StagedTaken.__name__): _NOBODY_ASKS,
     (FaultKind.CLIENT_ABORT, Activity.IDLE): _WOULD_WAIT,
-    **{(FaultKind.STORE_DOWN_AT_START, activity): _AT_A_START for activity in Activity if activity is not Activity.STARTING},
+    **{
+        (FaultKind.STORE_DOWN_AT_START, activity): _AT_A_START
+        for activity in Activity
+        if activity is not Activity.STARTING
+    },
 }
 
 
@@ -70,12 +86,23 @@ class Coverage:
         return "\n\n".join(self._table(cells, met) for cells in self.tables)
 
     def _table(self, cells: list[Cell], met: Counter[Cell]) -> str:
-        rows, columns = list(dict.fromkeys(row for row, _ in cells)), list(dict.fromkeys(column for _, column in cells))
+        rows, columns = (
+            list(dict.fromkeys(row for row, _ in cells)),
+            list(dict.fromkeys(column for _, column in cells)),
+        )
         width = max(map(len, rows))
         lines = [" " * width + "".join(f"  {column:>{max(len(column), 7)}}" for column in columns)]
         for row in rows:
-            counts = ["-" if (row, column) in self.unreachable else str(met[row, column]) for column in columns]
-            lines.append(f"{row:{width}}" + "".join(f"  {count:>{max(len(c), 7)}}" for count, c in zip(counts, columns, strict=True)))
+            counts = [
+                "-" if (row, column) in self.unreachable else str(met[row, column])
+                for column in columns
+            ]
+            lines.append(
+                f"{row:{width}}"
+                + "".join(
+                    f"  {count:>{max(len(c), 7)}}" for count, c in zip(counts, columns, strict=True)
+                )
+            )
         return "\n".join(lines)
 
 

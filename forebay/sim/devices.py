@@ -11,7 +11,9 @@ class Link:
 
     __slots__ = ("_jitter", "_latency_s", "_random", "_s_per_byte", "busy_s", "free_at", "moved")
 
-    def __init__(self, gb_s: float, latency_s: float, jitter: float, randomness: random.Random) -> None:
+    def __init__(
+        self, gb_s: float, latency_s: float, jitter: float, randomness: random.Random
+    ) -> None:
         self._s_per_byte = 1e-9 / gb_s
         self._latency_s = latency_s
         self._jitter = jitter

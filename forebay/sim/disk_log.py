@@ -7,7 +7,12 @@ read goes, and what was read in it since it was sealed is written anew, newest r
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
-from forebay.store.holder.log.log import FILES_AT_CAPACITY, MAX_FILE_BYTES, MIN_FILE_BYTES, MOVED_SHARE
+from forebay.store.holder.log.log import (
+    FILES_AT_CAPACITY,
+    MAX_FILE_BYTES,
+    MIN_FILE_BYTES,
+    MOVED_SHARE,
+)
 from forebay.store.holder.log.record import BLOCK_BYTES, padded
 
 

@@ -48,7 +48,9 @@ class FakeStore:
     def match_prefix(self, hashes: Sequence[bytes], ranks: int) -> int:
         """Leading pages of which every rank's part is there."""
         count = 0
-        while count < len(hashes) and all((hashes[count], rank) in self.objects for rank in range(ranks)):
+        while count < len(hashes) and all(
+            (hashes[count], rank) in self.objects for rank in range(ranks)
+        ):
             count += 1
         if self.loses_on_query:
             for hash in hashes[:count]:
@@ -71,7 +73,11 @@ class FakeStore:
         for spell in self._spells:
             if now < spell.until and self._random.random() < spell.share:
                 return spell.outcome
-        return Outcome.ERROR if self._failures and self._random.random() < self._failures else Outcome.GOOD
+        return (
+            Outcome.ERROR
+            if self._failures and self._random.random() < self._failures
+            else Outcome.GOOD
+        )
 
     def put(self, hash: bytes, rank: int, content: list[int | None]) -> None:
         self.objects[hash, rank] = list(content)

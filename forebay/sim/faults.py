@@ -77,9 +77,14 @@ HARMLESS = (
     FaultKind.CORRUPT_READ, FaultKind.HANGING_IO, FaultKind.STORE_EVICTION, FaultKind.EVICTION_AFTER_EXIST, FaultKind.SILENT_STORE,
     FaultKind.STALE_MESSAGES, FaultKind.CLIENT_ABORT, FaultKind.BURST,
 )  # fmt: skip
-LATER = (FaultKind.OTHER_KEYS_PAGE, FaultKind.STORE_DOWN_AT_START)  # as harmless; they came after seeds were kept
+LATER = (
+    FaultKind.OTHER_KEYS_PAGE,
+    FaultKind.STORE_DOWN_AT_START,
+)  # as harmless; they came after seeds were kept
 LATER_SHARE = 0.15  # of histories with one of them
-COSTS_A_GRID = frozenset(FaultKind) - {*HARMLESS, *LATER, FaultKind.PAUSED_PLANNER} | {FaultKind.SLOW_RANK}
+COSTS_A_GRID = frozenset(FaultKind) - {*HARMLESS, *LATER, FaultKind.PAUSED_PLANNER} | {
+    FaultKind.SLOW_RANK
+}
 MAX_STORM_KINDS = 4
 MAX_STRIKES = 2
 
@@ -117,7 +122,9 @@ def draw_faults(randomness: random.Random, preset: Preset, horizon: float) -> li
     return [_draw(randomness, kind, horizon) for kind in _with_later(randomness, preset, drawn)]
 
 
-def _with_later(randomness: random.Random, preset: Preset, drawn: list[FaultKind]) -> list[FaultKind]:
+def _with_later(
+    randomness: random.Random, preset: Preset, drawn: list[FaultKind]
+) -> list[FaultKind]:
     """Now and then with a kind of `LATER`, from a copy of the stream: seeds without one are the histories that they were before."""
     copy = random.Random()
     copy.setstate(randomness.getstate())
@@ -135,13 +142,23 @@ def _draw(randomness: random.Random, kind: FaultKind, horizon: float) -> Fault:
     if kind is FaultKind.CLIENT_ABORT:
         during = randomness.choice(list(RequestPoint))
     elif kind is FaultKind.STORE_DOWN_AT_START:
-        during, horizon = Activity.STARTING, randomness.choice([0.0, horizon])  # the first start, or one after a grid was lost
+        during, horizon = (
+            Activity.STARTING,
+            randomness.choice([0.0, horizon]),
+        )  # the first start, or one after a grid was lost
     elif kind is FaultKind.OTHER_KEYS_PAGE and randomness.random() < 0.5:
         during = Activity.FETCHING  # it does something to fetches alone
     elif randomness.random() < 0.6:
         during = randomness.choice(list(Activity))
     seconds = randomness.choice([0.05, 0.5, 3.0, 8.0, 30.0])
-    return Fault(kind, randomness.uniform(0, horizon), during, seconds, randomness.randrange(64), randomness.choice([0.3, 1.0]))
+    return Fault(
+        kind,
+        randomness.uniform(0, horizon),
+        during,
+        seconds,
+        randomness.randrange(64),
+        randomness.choice([0.3, 1.0]),
+    )
 
 
 def activities(planner: Planner, flushing: bool) -> list[Activity]:
@@ -157,7 +174,10 @@ def activities(planner: Planner, flushing: bool) -> list[Activity]:
     cancelling = Phase.FETCHING not in phases and bool(replica.tickets.held_pages)
     going = [
         (Activity.COMPUTING, bool(replica.in_flight)),
-        (Activity.LOADING, bool(replica.loads) or any(fenced.loaded for fenced in replica.cache.fenced)),
+        (
+            Activity.LOADING,
+            bool(replica.loads) or any(fenced.loaded for fenced in replica.cache.fenced),
+        ),
         (Activity.SAVING, bool(replica.backups.in_flight)),
         (Activity.STORING, bool(replica.stores.in_flight)),
         (Activity.ASKING, Phase.ASKING in phases),

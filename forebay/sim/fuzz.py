@@ -27,7 +27,15 @@ WANTED = (
     *(f"ticket {outcome}" for outcome in OUTCOMES),
     *(f"unused {reason}" for reason in REASONS),
 )
-STORE_WANTED = ("put acknowledged", "put EXISTS", "put revoked", "removed", "got from memory", "got from SSD", "get missed")
+STORE_WANTED = (
+    "put acknowledged",
+    "put EXISTS",
+    "put revoked",
+    "removed",
+    "got from memory",
+    "got from SSD",
+    "get missed",
+)
 # Of fewer histories nothing can be said: the rarest cells come up once in some hundreds; of the store's, which are short, in thousands.
 ENOUGH_HISTORIES = 2000
 ENOUGH_STORE_HISTORIES = 20_000
@@ -58,7 +66,9 @@ class Campaign:
         for name in COUNTED:
             self.totals[name] += getattr(report, name)
         self.totals.update({f"finish {reason}": count for reason, count in report.finishes.items()})
-        self.totals.update({f"ticket {outcome}": count for outcome, count in report.outcomes.items()})
+        self.totals.update(
+            {f"ticket {outcome}": count for outcome, count in report.outcomes.items()}
+        )
         self.totals.update({f"unused {reason}": pages for reason, pages in report.unused.items()})
         self.met.update(report.met)
 
@@ -80,7 +90,9 @@ class Campaign:
         return missing + [f"{row} x {column}" for row, column in self.coverage.never(self.met)]
 
 
-def run_seed(seed: int, preset: Preset | None = None, shape: tuple[int, int] | None = None) -> Report:
+def run_seed(
+    seed: int, preset: Preset | None = None, shape: tuple[int, int] | None = None
+) -> Report:
     """The history of one seed, with what is not drawn given. Raises ``AssertionError`` if anything it checks does not hold."""
     return run_history(seed, draw(random.Random(f"options {seed}"), preset, shape))
 
@@ -94,18 +106,39 @@ def run_campaign(
 ) -> Campaign:
     """``count`` histories from ``first_seed`` on. Raises ``CampaignError`` at the first that fails."""
     campaign = Campaign()
-    return _run(campaign, first_seed, count, progress, lambda seed: campaign.add(run_seed(seed, preset, shape)))
+    return _run(
+        campaign,
+        first_seed,
+        count,
+        progress,
+        lambda seed: campaign.add(run_seed(seed, preset, shape)),
+    )
 
 
 def run_store_campaign(
-    first_seed: int, count: int, progress: Callable[[int], None] = lambda done: None, preset: Preset | None = None
+    first_seed: int,
+    count: int,
+    progress: Callable[[int], None] = lambda done: None,
+    preset: Preset | None = None,
 ) -> Campaign:
     """As `run_campaign`, of the store alone: its master, its holders, its clients."""
     campaign = Campaign(STORE, STORE_WANTED, ENOUGH_STORE_HISTORIES)
-    return _run(campaign, first_seed, count, progress, lambda seed: campaign.add_store(run_store_history(seed, preset)))
+    return _run(
+        campaign,
+        first_seed,
+        count,
+        progress,
+        lambda seed: campaign.add_store(run_store_history(seed, preset)),
+    )
 
 
-def _run(campaign: Campaign, first_seed: int, count: int, progress: Callable[[int], None], run: Callable[[int], None]) -> Campaign:
+def _run(
+    campaign: Campaign,
+    first_seed: int,
+    count: int,
+    progress: Callable[[int], None],
+    run: Callable[[int], None],
+) -> Campaign:
     for seed in range(first_seed, first_seed + count):
         try:
             run(seed)

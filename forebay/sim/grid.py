@@ -109,9 +109,14 @@ class FakeGrid:
     def order(self, order: Order) -> None:
         """On the ticket channel: taken by the rank's I/O side, whatever its compute loop does."""
         for rank, channel in zip(self.ranks, self._orders, strict=True):
-            if isinstance(order, StagedTicket | StagedReturn) and rank.rank // self._tp != order.stage:
+            if (
+                isinstance(order, StagedTicket | StagedReturn)
+                and rank.rank // self._tp != order.stage
+            ):
                 continue
-            channel.send(self._delay(), self._to(rank, lambda rank=rank: self._take_order(rank, order)))  # type: ignore[misc]
+            channel.send(
+                self._delay(), self._to(rank, lambda rank=rank: self._take_order(rank, order))
+            )  # type: ignore[misc]
 
     # ------------------------------------------------------------------------------------------ what happens to ranks
 
@@ -194,7 +199,10 @@ class FakeGrid:
             return
         rank.busy = True
         plan = rank.inbox.pop(0)
-        seconds = self._random.uniform(self._timing.forward_low, self._timing.forward_high) * rank.slowness
+        seconds = (
+            self._random.uniform(self._timing.forward_low, self._timing.forward_high)
+            * rank.slowness
+        )
         self._after(rank, seconds, lambda: self._finish(rank, plan, seconds))
 
     def _finish(self, rank: FakeRank, plan: Plan, forward_s: float) -> None:
@@ -209,7 +217,9 @@ class FakeGrid:
             receiver = self.ranks[following]
             self._after(receiver, self._delay(), lambda: self._hand_over(receiver, plan.number))
         is_sampler = rank.rank == (self._pp - 1) * self._tp
-        done = PlanDone(self.epoch, rank.rank, plan.number, samples if is_sampler else (), forward_s)
+        done = PlanDone(
+            self.epoch, rank.rank, plan.number, samples if is_sampler else (), forward_s
+        )
         self._acks[rank.rank].send(self._delay(), lambda: self._tell(done))
         if plan.backup is not None:
             self._back_up(rank, plan.backup)
@@ -273,7 +283,9 @@ class FakeGrid:
             outcome = self._store.outcome(self._heap.now)
             stored.append(outcome is Outcome.GOOD)
             if outcome is Outcome.GOOD:
-                engine.send(self._delay(), self._to(rank, lambda page=page: rank.put(self._store, page)))  # type: ignore[misc]
+                engine.send(
+                    self._delay(), self._to(rank, lambda page=page: rank.put(self._store, page))
+                )  # type: ignore[misc]
             elif outcome is Outcome.HANG:
                 engine.send(HANG_S, lambda: None)
         done = StoreDone(self.epoch, rank.rank, order.transfer, bytes(stored))
@@ -292,7 +304,12 @@ class FakeGrid:
         for transfer, pages in tuple(rank.read.items()):
             if is_last or transfer in rank.returned or transfer in rank.cancelled:
                 del rank.read[transfer]
-                self._say(rank, FetchProgress(self.epoch, rank.rank, transfer, pages, True, rank.found.pop(transfer)))
+                self._say(
+                    rank,
+                    FetchProgress(
+                        self.epoch, rank.rank, transfer, pages, True, rank.found.pop(transfer)
+                    ),
+                )
 
     def _fetch(self, rank: FakeRank, ticket: Ticket | StagedTicket, done: int) -> None:
         """One page after another; a Cancel begins no new read."""
@@ -300,10 +317,14 @@ class FakeGrid:
             self._end_fetch(rank, ticket, done)
             return
         outcome = self._store.outcome(self._heap.now)
-        seconds = HANG_S if outcome is Outcome.HANG else self._random.uniform(0, self._timing.fetch_high)
+        seconds = (
+            HANG_S if outcome is Outcome.HANG else self._random.uniform(0, self._timing.fetch_high)
+        )
         self._after(rank, seconds, lambda: self._read(rank, ticket, done, outcome))
 
-    def _read(self, rank: FakeRank, ticket: Ticket | StagedTicket, done: int, outcome: Outcome) -> None:
+    def _read(
+        self, rank: FakeRank, ticket: Ticket | StagedTicket, done: int, outcome: Outcome
+    ) -> None:
         """A read that was under way writes its page, whatever has been cancelled meanwhile; a miss or a failure ends the ticket."""
         poison = self.poisonous_pages.get(ticket.pages[done].hash)
         if poison is not None:

@@ -13,7 +13,19 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 
 from forebay.core import invariants
-from forebay.core.messages import Abort, Flush, GridState, Heartbeat, Plan, PlanDone, StagedTicket, Store, Submit, Ticket, pack_tokens
+from forebay.core.messages import (
+    Abort,
+    Flush,
+    GridState,
+    Heartbeat,
+    Plan,
+    PlanDone,
+    StagedTicket,
+    Store,
+    Submit,
+    Ticket,
+    pack_tokens,
+)
 from forebay.core.planner import Effects, Event, GridLost, GridReady, Planner
 from forebay.core.sampling import SamplingParams
 from forebay.core.tickets import Query, QueryDone
@@ -98,8 +110,13 @@ class History:
         self.injector = Injector(self)
         self._truth = Truth()
         self._fence = self._new_fence()
-        self._stems = [[self.random.randrange(1, VOCABULARY) for _ in range(self.options.max_context)] for _ in range(STEMS)]
-        self._told: defaultdict[bytes, list[list[int]]] = defaultdict(list)  # conversations so far, by salt
+        self._stems = [
+            [self.random.randrange(1, VOCABULARY) for _ in range(self.options.max_context)]
+            for _ in range(STEMS)
+        ]
+        self._told: defaultdict[bytes, list[list[int]]] = defaultdict(
+            list
+        )  # conversations so far, by salt
         self._flushes_asked = 0
         self._poisonings: set[int] = set()  # epochs that a request has ended
         self._grid_messages = 0
@@ -141,7 +158,9 @@ class History:
         for index in range(options.flushes):
             tiers = randomness.choice([("device",), ("host",), ("device", "host")])
             flush = Flush(index, tiers, randomness.choice([0.0, 1.0, 100.0]))
-            self.heap.at(randomness.uniform(0, at + 0.1), lambda flush=flush: self._ask_flush(flush))  # type: ignore[misc]
+            self.heap.at(
+                randomness.uniform(0, at + 0.1), lambda flush=flush: self._ask_flush(flush)
+            )  # type: ignore[misc]
         return at + 10 * options.timing.forward_high
 
     def submit(self, request_id: str, max_tokens: int | None = None) -> None:
@@ -157,16 +176,29 @@ class History:
             repetition_penalty=randomness.choice([1.0, 1.5]),
         )
         self._arrive(
-            Submit(request_id, pack_tokens(prompt), params, (EOS,), salt, randomness.random() < 0.1, randomness.choice([0, 0, 1]))
+            Submit(
+                request_id,
+                pack_tokens(prompt),
+                params,
+                (EOS,),
+                salt,
+                randomness.random() < 0.1,
+                randomness.choice([0, 0, 1]),
+            )
         )
 
     def _prompt(self, salt: bytes) -> list[int]:
         """Prompts share stems or go on with an earlier conversation, and often end on a page border, where it is interesting."""
         randomness, page, limit = self.random, self.options.page_size, self.options.max_context - 1
-        own = [randomness.randrange(1, VOCABULARY) for _ in range(randomness.choice([0, 0, 1, page, 5]))]
+        own = [
+            randomness.randrange(1, VOCABULARY)
+            for _ in range(randomness.choice([0, 0, 1, page, 5]))
+        ]
         if self._told[salt] and randomness.random() < 0.3:
             return (randomness.choice(self._told[salt]) + own)[:limit]
-        shared = randomness.choice([0, page, 2 * page, 4 * page, 8 * page, randomness.randrange(limit)])
+        shared = randomness.choice(
+            [0, page, 2 * page, 4 * page, 8 * page, randomness.randrange(limit)]
+        )
         return (randomness.choice(self._stems)[:shared] + own)[:limit] or [1]
 
     def _arrive(self, submit: Submit) -> None:
@@ -174,7 +206,9 @@ class History:
         emitted, reason = expected_tokens(submit, self.options.max_context)
         self._told[submit.salt].append(tokens + emitted)
         assert submit.params.seed is not None
-        self._truth.add(submit.request_id, stamps(submit.salt, tokens + emitted), submit.params.seed)
+        self._truth.add(
+            submit.request_id, stamps(submit.salt, tokens + emitted), submit.params.seed
+        )
         self.client.submitted(submit, emitted, reason)
         self.inbox.append(submit)
 
@@ -219,7 +253,9 @@ class History:
         self._check_books()
         if effects.restart is not None:
             self.report.restarts += 1
-            assert self.may_restart, f"a grid is given up though nothing has happened to it: {effects.restart}"
+            assert self.may_restart, (
+                f"a grid is given up though nothing has happened to it: {effects.restart}"
+            )
             self._start_grid(self.planner.epoch)
         if effects.plan is not None:
             self._send(effects.plan)
@@ -255,14 +291,21 @@ class History:
         ranks = self.options.pp * self.options.tp
         done = QueryDone(query.number, self.store.match_prefix(query.hashes, ranks))
         silence = max(self.store.silent_until - self.heap.now, 0.0)
-        self.heap.after(silence + self.random.uniform(0, self.options.query_s), lambda: self.inbox.append(done))
+        self.heap.after(
+            silence + self.random.uniform(0, self.options.query_s), lambda: self.inbox.append(done)
+        )
 
     def _schedule_tick(self) -> None:
         """The real loop turns at least every so often; here only while that can change anything."""
         planner = self.planner
         if self.inbox:
             self.heap.after(0.0, lambda: None)
-        waits = planner.replica.requests or planner.replica.in_flight or not planner.replica.tickets.is_idle or self.is_flushing
+        waits = (
+            planner.replica.requests
+            or planner.replica.in_flight
+            or not planner.replica.tickets.is_idle
+            or self.is_flushing
+        )
         if waits and planner.state is not GridState.FAILED and self._tick_due <= self.heap.now:
             due = planner.next_deadline()
             self._tick_due = self.heap.now + TICK_S
@@ -338,7 +381,9 @@ class History:
                 replica = self.planner.replica
                 concerned = replica.requests.values()
                 if isinstance(event, Abort):
-                    concerned = [request for request in concerned if request.request_id == event.request_id]  # type: ignore[assignment]
+                    concerned = [
+                        request for request in concerned if request.request_id == event.request_id
+                    ]  # type: ignore[assignment]
                 for point in {point_of(request): None for request in concerned}:
                     met[str(point), type(event).__name__] += 1
 
@@ -359,21 +404,30 @@ class History:
 
     def _check_progress(self, events: list[Event]) -> None:
         """Nothing waits without something in flight that will wake it."""
-        if any(not isinstance(event, Heartbeat) for event in events) or not self.planner.replica.requests:
+        if (
+            any(not isinstance(event, Heartbeat) for event in events)
+            or not self.planner.replica.requests
+        ):
             self._moved_at = self.heap.now
         waiting = self.client.open()
-        assert self.heap.now - self._moved_at < STANDSTILL_S, f"requests {waiting} wait, and nothing will wake them"
+        assert self.heap.now - self._moved_at < STANDSTILL_S, (
+            f"requests {waiting} wait, and nothing will wake them"
+        )
 
     def _check_end(self) -> None:
         self._end_grid()
         self.report.messages += self._grid_messages
-        self.client.check(failed=self.planner.state is GridState.FAILED, shrunk=self.pages < self.options.pages)
-        failed_epochs = self.report.restarts + (self.planner.state is GridState.FAILED)
-        assert self.planner.state is not GridState.FAILED or failed_epochs > len(self._poisonings), (
-            "one request took the whole server with it"
+        self.client.check(
+            failed=self.planner.state is GridState.FAILED, shrunk=self.pages < self.options.pages
         )
+        failed_epochs = self.report.restarts + (self.planner.state is GridState.FAILED)
+        assert self.planner.state is not GridState.FAILED or failed_epochs > len(
+            self._poisonings
+        ), "one request took the whole server with it"
         replica = self.planner.replica
-        assert not replica.requests and not replica.running and not replica.in_flight, "something is left of ended requests"
+        assert not replica.requests and not replica.running and not replica.in_flight, (
+            "something is left of ended requests"
+        )
         if self.planner.state is GridState.READY:
             assert replica.cache is not None
             replica.cache.flush(TIERS)

@@ -35,7 +35,14 @@ HEARD = frozenset({Promote, Prefetchable, Allocated})  # the rest of a master's 
 class Holder:
     """``tell`` reaches its master after the time of one message."""
 
-    def __init__(self, name: str, cluster: Cluster, heap: EventHeap, randomness: random.Random, tell: Callable[[HolderToMaster], None]):
+    def __init__(
+        self,
+        name: str,
+        cluster: Cluster,
+        heap: EventHeap,
+        randomness: random.Random,
+        tell: Callable[[HolderToMaster], None],
+    ):
         store, network = cluster.store, cluster.network
         self.name = name
         self.nic_in = Link(store.nic_gb_s, network.latency_s, network.jitter, randomness)
@@ -49,7 +56,9 @@ class Holder:
 
     def introduction(self) -> tuple[Register, Inventory]:
         """A new holder with nothing in it."""
-        register = Register(self.name, "1", self.name, 1, "", self.name, self._store.dram, self._store.ssd, 0, [])
+        register = Register(
+            self.name, "1", self.name, 1, "", self.name, self._store.dram, self._store.ssd, 0, []
+        )
         return register, Inventory(0, [], [], [], True)
 
     def hear(self, message: MasterToHolder) -> None:
@@ -75,7 +84,9 @@ class Holder:
         if self.log.capacity < record.size:
             self._tell(Dropped([_held(record)]))  # it never will be there
             return
-        self._heap.at(self.ssd_write.move(self._heap.now, record.size), lambda: self._logged(record))
+        self._heap.at(
+            self.ssd_write.move(self._heap.now, record.size), lambda: self._logged(record)
+        )
 
     def log_at_once(self, key: bytes, generation: int, length: int) -> list[Dropped | Persisted]:
         """As if it had been written long ago. What the holder says of it, and of what was lost for it."""

@@ -7,7 +7,16 @@ import msgspec
 
 from forebay.core.messages import GridState
 from forebay.sim.fake_store import Outcome, Spell
-from forebay.sim.faults import COSTS_A_GRID, Activity, Fault, FaultKind, Poison, RequestPoint, activities, point_of
+from forebay.sim.faults import (
+    COSTS_A_GRID,
+    Activity,
+    Fault,
+    FaultKind,
+    Poison,
+    RequestPoint,
+    activities,
+    point_of,
+)
 
 if TYPE_CHECKING:
     from forebay.sim.history import History
@@ -57,13 +66,18 @@ class Injector:
         """Whether it has struck."""
         if isinstance(fault.during, RequestPoint):
             requests = self._history.planner.replica.requests.values()
-            found = next((request for request in requests if point_of(request) is fault.during), None)
+            found = next(
+                (request for request in requests if point_of(request) is fault.during), None
+            )
             if found is None:
                 return False
             self._history.abort(found.request_id)
             self._count(fault, going)
             return True
-        too_late = self._history.planner.state is GridState.FAILED and fault.kind is FaultKind.STALE_MESSAGES
+        too_late = (
+            self._history.planner.state is GridState.FAILED
+            and fault.kind is FaultKind.STALE_MESSAGES
+        )
         if fault.during not in going and not too_late:
             return False
         self._strike(fault, going)
@@ -86,16 +100,25 @@ class Injector:
             case FaultKind.STORE_EVICTION:
                 history.store.evict(fault.share)
             case FaultKind.EVICTION_AFTER_EXIST:
-                self._for_a_while(fault.seconds, lambda on: setattr(history.store, "loses_on_query", fault.share if on else 0.0))
+                self._for_a_while(
+                    fault.seconds,
+                    lambda on: setattr(history.store, "loses_on_query", fault.share if on else 0.0),
+                )
             case FaultKind.SILENT_STORE:
                 history.store.silent_until = history.heap.now + fault.seconds
             case FaultKind.STORE_DOWN_AT_START:
                 history.store.down_until = history.heap.now + fault.seconds
             case kind if kind in SPELLS:
-                history.store.enchant(Spell(SPELLS[kind], history.heap.now + fault.seconds, fault.share))
+                history.store.enchant(
+                    Spell(SPELLS[kind], history.heap.now + fault.seconds, fault.share)
+                )
             case FaultKind.STALE_MESSAGES:
                 for each in (each for same in history.recent.values() for each in same):
-                    history.inbox.append(msgspec.structs.replace(each, epoch=min(each.epoch, history.planner.epoch - 1)))
+                    history.inbox.append(
+                        msgspec.structs.replace(
+                            each, epoch=min(each.epoch, history.planner.epoch - 1)
+                        )
+                    )
             case FaultKind.DUPLICATE_MESSAGE:
                 history.inbox += [] if history.newest is None else [history.newest]
             case FaultKind.CLIENT_ABORT:
@@ -116,14 +139,20 @@ class Injector:
         rank = grid.ranks[number]
         match fault.kind:
             case FaultKind.SLOW_RANK:
-                self._for_a_while(fault.seconds, lambda on: setattr(rank, "slowness", SLOWNESS if on else 1.0))
+                self._for_a_while(
+                    fault.seconds, lambda on: setattr(rank, "slowness", SLOWNESS if on else 1.0)
+                )
             case FaultKind.SILENT_RANK:
                 self._for_a_while(fault.seconds, lambda on: setattr(rank, "silent", on))
             case FaultKind.PAUSED_RANK if fault.seconds >= FOR_GOOD_S:
                 grid.stop(number)
-                history.heap.after(FOR_GOOD_S, lambda: None)  # no history ends before its silence has been noticed
+                history.heap.after(
+                    FOR_GOOD_S, lambda: None
+                )  # no history ends before its silence has been noticed
             case FaultKind.PAUSED_RANK:
-                self._for_a_while(fault.seconds, lambda on: grid.stop(number) if on else grid.resume(number))
+                self._for_a_while(
+                    fault.seconds, lambda on: grid.stop(number) if on else grid.resume(number)
+                )
             case FaultKind.FAILED_ALLOCATION:
                 grid.refusals[number] += 1
             case FaultKind.FAILED_BACKUP:
@@ -142,7 +171,9 @@ class Injector:
                     history.poison[victims[fault.rank % len(victims)]] = _poison(fault)
             case FaultKind.POISONOUS_PAGES:
                 stored = sorted({hash for hash, _ in history.store.ever})
-                history.poisonous_pages |= dict.fromkeys(stored[fault.rank % 2 :: 2 if fault.share < 1 else 1], _poison(fault))
+                history.poisonous_pages |= dict.fromkeys(
+                    stored[fault.rank % 2 :: 2 if fault.share < 1 else 1], _poison(fault)
+                )
             case _:
                 raise AssertionError(f"nothing strikes as {fault.kind}")
 

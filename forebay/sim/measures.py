@@ -10,7 +10,9 @@ import numpy.typing as npt
 from forebay.core.messages import FinishReason, Output, Plan
 from forebay.sim.stages import Acknowledgement, Pass
 
-REJECTED = frozenset({FinishReason.REJECTED_FULL, FinishReason.REJECTED_TOO_LONG, FinishReason.ERROR})
+REJECTED = frozenset(
+    {FinishReason.REJECTED_FULL, FinishReason.REJECTED_TOO_LONG, FinishReason.ERROR}
+)
 
 
 @dataclass(slots=True)
@@ -46,7 +48,9 @@ class Measures:
     journal: list[tuple[float, Plan | Acknowledgement]] = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)
     gaps_s: "array[float]" = field(default_factory=lambda: array("d"))
-    passes: dict[tuple[int, int], list[Pass]] = field(default_factory=dict)  # (replica, stage) -> passes inside the window
+    passes: dict[tuple[int, int], list[Pass]] = field(
+        default_factory=dict
+    )  # (replica, stage) -> passes inside the window
     ended: int = 0
     plans: int = 0
     output_tokens: int = 0
@@ -61,7 +65,12 @@ class Measures:
         usage = output.usage
         if usage is not None:
             row.first_at = now
-            row.device, row.host, row.store, row.queue_s = usage.cached_device, usage.cached_host, usage.cached_store, usage.queue_s
+            row.device, row.host, row.store, row.queue_s = (
+                usage.cached_device,
+                usage.cached_host,
+                usage.cached_store,
+                usage.queue_s,
+            )
         if output.tokens:
             if usage is None:
                 self.gaps_s.append(now - row.last_at)

@@ -45,7 +45,9 @@ class Options:
     waves: tuple[tuple[str, ...], ...]
 
 
-def draw(randomness: random.Random, preset: Preset | None = None, shape: tuple[int, int] | None = None) -> Options:
+def draw(
+    randomness: random.Random, preset: Preset | None = None, shape: tuple[int, int] | None = None
+) -> Options:
     """Each history has its own mix. ``preset`` and ``shape`` (pp, tp) are drawn too if they are not given."""
     choice = randomness.choice
     preset = preset or choice([Preset.LITE, Preset.ONE_FAULT, Preset.STORM])
@@ -63,7 +65,9 @@ def draw(randomness: random.Random, preset: Preset | None = None, shape: tuple[i
         tp=tp,
         page_size=page_size,
         pages=longest if tiny else int(longest * choice([0.7, 1.5, 3])),
-        host_pages=choice([2, 4, 8]) if tiny else int(longest * choice([0, 0.7, 0.7, 1.5, 1.5, 3, 3])),
+        host_pages=choice([2, 4, 8])
+        if tiny
+        else int(longest * choice([0, 0.7, 0.7, 1.5, 1.5, 3, 3])),
         write_policy=choice([WritePolicy.WRITE_THROUGH, WritePolicy.WRITE_THROUGH, *WritePolicy]),
         load_back_threshold=choice([0, page_size]),
         has_store=choice([False, *[True] * 5]),
@@ -90,7 +94,10 @@ def draw(randomness: random.Random, preset: Preset | None = None, shape: tuple[i
         ),
         abort_share=choice([0.0, 0.0, 0.2, 0.6]),
         flushes=choice([0, 0, 1, 2]),
-        waves=tuple(choice([("device",), ("device", "host"), ("device", "host")]) for _ in range(choice([0, 2, 4, 6]))),
+        waves=tuple(
+            choice([("device",), ("device", "host"), ("device", "host")])
+            for _ in range(choice([0, 2, 4, 6]))
+        ),
     )
 
 

@@ -51,8 +51,14 @@ class Promotions:
 
     def registered(self, answer: Prefetchable) -> None:
         granted = []
-        for code, task, key in zip(answer.codes, answer.tasks, self._calls.pop(answer.call, []), strict=False):
-            state = State.ALREADY_RESIDENT if code == PrefetchCode.PROMOTION_ALREADY_EXISTS else State.FAILED
+        for code, task, key in zip(
+            answer.codes, answer.tasks, self._calls.pop(answer.call, []), strict=False
+        ):
+            state = (
+                State.ALREADY_RESIDENT
+                if code == PrefetchCode.PROMOTION_ALREADY_EXISTS
+                else State.FAILED
+            )
             if code == PrefetchCode.OK:
                 granted.append((task, key))
                 state = State.IN_FLIGHT
@@ -67,7 +73,9 @@ class Promotions:
             self._send(AllocStart(self._call, [task for task, _ in some]))
 
     def allotted(self, answer: Allocated) -> None:
-        for (task, key), spot in zip(self._allotting.pop(answer.call, []), answer.allotments, strict=False):
+        for (task, key), spot in zip(
+            self._allotting.pop(answer.call, []), answer.allotments, strict=False
+        ):
             if spot.code is PrefetchCode.OK:
                 self._fill(key, spot, lambda ok, task=task, key=key: self._end(task, key, ok))  # type: ignore[misc]
                 continue

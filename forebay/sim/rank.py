@@ -50,7 +50,9 @@ class FakeRank:
     """``stopped``: a process under SIGSTOP; what would happen to it waits in ``held``. ``dead``: nothing happens to it any more.
     ``silent``: it works and sends no heartbeats. ``slowness``: a factor on its forward passes."""
 
-    def __init__(self, rank: int, page_size: int, pages: int, host_pages: int, truth: Truth) -> None:
+    def __init__(
+        self, rank: int, page_size: int, pages: int, host_pages: int, truth: Truth
+    ) -> None:
         self.rank = rank
         self.inbox: list[Plan] = []
         self.handed: set[int] = set()  # plans whose activations have arrived
@@ -66,7 +68,9 @@ class FakeRank:
         self.mailbox: list[StagedTicket] = []  # looked at between forwards
         self.returned: set[int] = set()  # staged fetches that all stages behind have answered
         self.read: dict[int, int] = {}  # staged fetches whose reads are done: pages
-        self.found: dict[int, int] = {}  # by staged fetch: leading pages that were there when it began
+        self.found: dict[
+            int, int
+        ] = {}  # by staged fetch: leading pages that were there when it began
         self._page_size = page_size
         self._pages: list[list[int | None]] = [[None] * page_size for _ in range(pages)]
         self._host: list[list[int | None]] = [[None] * page_size for _ in range(host_pages)]
@@ -77,14 +81,20 @@ class FakeRank:
     def names(self, plan: Plan) -> list[str]:
         """Requests that the plan works on; it is the next to be applied."""
         opened = {opening.slot: opening.request_id for opening in plan.openings}
-        return [opened.get(piece.slot) or self._slots[piece.slot].request_id for piece in plan.pieces]
+        return [
+            opened.get(piece.slot) or self._slots[piece.slot].request_id for piece in plan.pieces
+        ]
 
     def apply(self, plan: Plan) -> tuple[Sample, ...]:
         """Run one plan; the samples that the last stage would draw."""
-        assert self.applied in (-1, plan.number - 1), f"rank {self.rank}: plan {plan.number} after {self.applied}"
+        assert self.applied in (-1, plan.number - 1), (
+            f"rank {self.rank}: plan {plan.number} after {self.applied}"
+        )
         self.applied = plan.number
         for opening in plan.openings:
-            self._slots[opening.slot] = _Slot(opening.request_id, self._truth.stamps(opening.request_id))
+            self._slots[opening.slot] = _Slot(
+                opening.request_id, self._truth.stamps(opening.request_id)
+            )
         for remap in plan.remaps:
             self._slots[remap.slot].table[remap.index] = remap.page
         for piece in plan.pieces:
@@ -148,7 +158,9 @@ class FakeRank:
         while position < slot.length:
             index, first = divmod(position, size)
             end = min(slot.length, (index + 1) * size)
-            self._pages[slot.table[index]][first : first + end - position] = slot.stamps[position:end]
+            self._pages[slot.table[index]][first : first + end - position] = slot.stamps[
+                position:end
+            ]
             position = end
 
     def _read(self, plan: Plan, piece: Piece) -> None:
@@ -174,6 +186,16 @@ class FakeRank:
         for piece in plan.pieces:
             table = self._slots[piece.slot].table
             appended = table[len(table) - len(piece.pages) :]
-            digest.piece(piece.slot, piece.start, piece.tokens, appended, len(table), piece.write_from, piece.sample)
+            digest.piece(
+                piece.slot,
+                piece.start,
+                piece.tokens,
+                appended,
+                len(table),
+                piece.write_from,
+                piece.sample,
+            )
         self._digest = digest.value
-        assert self._digest == plan.digest, f"rank {self.rank}: digests first differ at plan {plan.number}"
+        assert self._digest == plan.digest, (
+            f"rank {self.rank}: digests first differ at plan {plan.number}"
+        )

@@ -48,7 +48,9 @@ class ReferenceLoop:
         self._ends: list[float] = []  # of each batch's forward pass
         self._loads: dict[int, float] = {}  # batch -> end of its load
         self._writes: dict[int, float] = {}
-        self.load_acks: dict[int, tuple[int, float]] = {}  # batch -> iteration and time at which step 1 found it done
+        self.load_acks: dict[
+            int, tuple[int, float]
+        ] = {}  # batch -> iteration and time at which step 1 found it done
         self.write_acks: dict[int, tuple[int, float]] = {}
 
     def run(self, iterations: int = ITERATIONS) -> Lag:
@@ -60,7 +62,9 @@ class ReferenceLoop:
                 self._process(iteration - 1)
         batch = iterations // 2  # one of the steady ones
         load, write = self.load_acks[batch], self.write_acks[batch]
-        return Lag(load[0] - batch, write[0] - batch, (write[1] - self._ends[batch]) / self._forward_s)
+        return Lag(
+            load[0] - batch, write[0] - batch, (write[1] - self._ends[batch]) / self._forward_s
+        )
 
     def _check_events(self, iteration: int) -> None:
         for pending, acks in ((self._loads, self.load_acks), (self._writes, self.write_acks)):
@@ -89,12 +93,23 @@ def forebay_lag(forward_s: float = FORWARD_S, copy_s: float = COPY_S) -> Lag:
     page = 64
     table = {
         "model": {"kv_bytes_per_token": 2 * round(copy_s * 1e9 / page), "layers": 2},
-        "engine": {"pp": 2, "page_size": page, "chunk_size": page, "max_running": 1, "device_memory": "8GiB", "host_memory": "8GiB"},
+        "engine": {
+            "pp": 2,
+            "page_size": page,
+            "chunk_size": page,
+            "max_running": 1,
+            "device_memory": "8GiB",
+            "host_memory": "8GiB",
+        },
         "forward": {"stage_s": forward_s, "linear_s": 0.0},
         "copy": {"to_device_gb_s": 1.0, "to_host_gb_s": 1.0},
     }
     prompt = TraceRequest(0.0, page * ITERATIONS, 1, (0,) * -(-page * ITERATIONS // 512)).prompt
-    replay = Replay(make_cluster(table, {}, "two stages"), [Job(0.0, page * ITERATIONS, 1, prompt)], Options(journal=True))
+    replay = Replay(
+        make_cluster(table, {}, "two stages"),
+        [Job(0.0, page * ITERATIONS, 1, prompt)],
+        Options(journal=True),
+    )
     replay.run()
     newest = 0
     plan_of: dict[int, int] = {}

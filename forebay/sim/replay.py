@@ -75,13 +75,23 @@ class _Replica:
         if not options.exact:
             config = replace(config, tp=1)
         self.planner = Planner(config)
-        self.grid = StageGrid(cluster, not options.exact, replay.heap, replay.randomness, replay.store, self.hear, self)
+        self.grid = StageGrid(
+            cluster,
+            not options.exact,
+            replay.heap,
+            replay.randomness,
+            replay.store,
+            self.hear,
+            self,
+        )
         self.grid.token_of = lambda request_id: OWN_TOKEN + int(request_id)
         self.load = 0
         self._inbox: list[Event] = []
         self._timer_at = -1.0
         forward = cluster.forward
-        ready = GridReady(self.planner.epoch, cluster.device_pages, forward.linear_s, cluster.host_pages)
+        ready = GridReady(
+            self.planner.epoch, cluster.device_pages, forward.linear_s, cluster.host_pages
+        )
         self.planner.step(0.0, [ready])
 
     # ------------------------------------------------------------------------------------------ in
@@ -115,7 +125,9 @@ class _Replica:
         for order in effects.orders:
             self.grid.order(order)
         for query in effects.queries:
-            self._heap.after(self._replay.cluster.store.query_s, lambda query=query: self._answer(query))  # type: ignore[misc]
+            self._heap.after(
+                self._replay.cluster.store.query_s, lambda query=query: self._answer(query)
+            )  # type: ignore[misc]
         self._replay.outputs(self, effects.outputs)
 
     def _answer(self, query: Query) -> None:
@@ -207,7 +219,9 @@ class Replay:
         self._next += 1
         replica = min(self.replicas, key=lambda each: each.load)
         replica.load += job.input_tokens
-        params = SamplingParams(max_tokens=job.output_tokens, seed=0, ignore_eos=True, temperature=0.0)
+        params = SamplingParams(
+            max_tokens=job.output_tokens, seed=0, ignore_eos=True, temperature=0.0
+        )
         request_id = str(index)
         self._open[request_id] = replica
         self.measures.arrived(index, job.input_tokens, job.kind, self.heap.now)

@@ -16,7 +16,12 @@ LEFT, RIGHT, TOP, BOTTOM = 64, 16, 12, 34
 MAX_CHARTS = 8  # small multiples: more runs than that are in the table only
 MAX_PASSES = 6000
 CDF_POINTS = 400
-TIERS = (("device", "device (L1)"), ("host", "host (L2)"), ("store", "store (L3)"), ("computed", "computed"))
+TIERS = (
+    ("device", "device (L1)"),
+    ("host", "host (L2)"),
+    ("store", "store (L3)"),
+    ("computed", "computed"),
+)
 
 STYLE = """
 :root { color-scheme: light dark; --ink: #1c1b19; --soft: #6b6a65; --line: #dddbd4; --page: #fcfcfa; --card: #ffffff;
@@ -41,10 +46,14 @@ th:first-child, td:first-child { text-align: left; } th { color: var(--soft); fo
 """
 
 
-def html_report(title: str, about: str, runs: Sequence[Finished], window: tuple[float, float]) -> str:
+def html_report(
+    title: str, about: str, runs: Sequence[Finished], window: tuple[float, float]
+) -> str:
     """The whole document."""
     shown = runs[:MAX_CHARTS]
-    rest = f" The first {MAX_CHARTS} of {len(runs)} runs are drawn." if len(runs) > MAX_CHARTS else ""
+    rest = (
+        f" The first {MAX_CHARTS} of {len(runs)} runs are drawn." if len(runs) > MAX_CHARTS else ""
+    )
     parts = [
         "<!doctype html><html lang='en'><head><meta charset='utf-8'>",
         "<meta name='viewport' content='width=device-width, initial-scale=1'>",
@@ -59,7 +68,14 @@ def html_report(title: str, about: str, runs: Sequence[Finished], window: tuple[
         *[f"<h3>{escape(one.run.name)}</h3>{_hits(one)}" for one in shown],
         f"<h2>What the stages did from {window[0]:g} s to {window[1]:g} s</h2>",
         "<p>One row a stage; pale: it had a plan and waited for hidden states. The first replica.</p>",
-        _key((("--prefill", "prefill"), ("--mixed", "prefill and decodes"), ("--decode", "decodes"), ("--wait", "waiting"))),
+        _key(
+            (
+                ("--prefill", "prefill"),
+                ("--mixed", "prefill and decodes"),
+                ("--decode", "decodes"),
+                ("--wait", "waiting"),
+            )
+        ),
         *[f"<h3>{escape(one.run.name)}</h3>{_gantt(one, window)}" for one in shown],
         "</body></html>",
     ]
@@ -67,7 +83,20 @@ def html_report(title: str, about: str, runs: Sequence[Finished], window: tuple[
 
 
 def _table(runs: Sequence[Finished]) -> str:
-    heads = ("run", "served", "rejected", "TTFT mean s", "p50", "p99", "token gap p50 ms", "hit %", "L1", "L2", "L3", "busy %")
+    heads = (
+        "run",
+        "served",
+        "rejected",
+        "TTFT mean s",
+        "p50",
+        "p99",
+        "token gap p50 ms",
+        "hit %",
+        "L1",
+        "L2",
+        "L3",
+        "busy %",
+    )
     rows = []
     for one in runs:
         outcome, ttft, hits = one.outcome, one.outcome["ttft_ms"], one.outcome["hit_tokens"]
@@ -80,7 +109,15 @@ def _table(runs: Sequence[Finished]) -> str:
             f"{rejected:,}",
             *(f"{ttft[name] / 1e3:.3f}" if ttft else "-" for name in ("mean", "p50", "p99")),
             f"{outcome['inter_token_ms'].get('p50', math.nan):.1f}",
-            *(f"{100 * share / prompt:.1f}" for share in (prompt - hits["computed"], hits["device"], hits["host"], hits["store"])),
+            *(
+                f"{100 * share / prompt:.1f}"
+                for share in (
+                    prompt - hits["computed"],
+                    hits["device"],
+                    hits["host"],
+                    hits["store"],
+                )
+            ),
             f"{100 * sum(busy) / len(busy):.1f}",
         )
         rows.append("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>")
@@ -89,7 +126,13 @@ def _table(runs: Sequence[Finished]) -> str:
 
 
 def _key(entries: Iterable[tuple[str, str]]) -> str:
-    return "<div class='key'>" + "".join(f"<span><i style='background:var({c})'></i>{escape(n)}</span>" for c, n in entries) + "</div>"
+    return (
+        "<div class='key'>"
+        + "".join(
+            f"<span><i style='background:var({c})'></i>{escape(n)}</span>" for c, n in entries
+        )
+        + "</div>"
+    )
 
 
 def _svg(height: int, body: Iterable[str]) -> str:
@@ -147,8 +190,12 @@ def _cdf(groups: Sequence[Sequence[Row]]) -> str:
     for index, values in enumerate(samples):
         every = max(len(values) // CDF_POINTS, 1)
         ranks = [*range(0, len(values), every), len(values) - 1] if values else []
-        points = " ".join(f"{x(math.log10(values[rank])):.1f},{y((rank + 1) / len(values)):.1f}" for rank in ranks)
-        body.append(f"<polyline points='{points}' fill='none' stroke='var(--c{index})' stroke-width='2'/>")
+        points = " ".join(
+            f"{x(math.log10(values[rank])):.1f},{y((rank + 1) / len(values)):.1f}" for rank in ranks
+        )
+        body.append(
+            f"<polyline points='{points}' fill='none' stroke='var(--c{index})' stroke-width='2'/>"
+        )
     return _svg(HEIGHT, body)
 
 
@@ -170,7 +217,11 @@ def _hits(one: Finished) -> str:
         below = 0.0
         for tier, name in TIERS:
             value = entry[tier]
-            top, left, right = y(below + value), x(entry["at_s"]), x(min(entry["at_s"] + width, end))
+            top, left, right = (
+                y(below + value),
+                x(entry["at_s"]),
+                x(min(entry["at_s"] + width, end)),
+            )
             tip = f"{name}: {value:,} tokens from {entry['at_s']:g} s"
             body.append(
                 f"<rect x='{left:.1f}' y='{top:.1f}' width='{max(right - left - 0.6, 0.4):.1f}' height='{y(below) - top:.1f}' "
@@ -188,7 +239,11 @@ def _short(value: float) -> str:
 
 
 def _gantt(one: Finished, window: tuple[float, float]) -> str:
-    rows = {stage: passes for (replica, stage), passes in sorted(one.measures.passes.items()) if replica == 0}
+    rows = {
+        stage: passes
+        for (replica, stage), passes in sorted(one.measures.passes.items())
+        if replica == 0
+    }
     if not rows:
         return "<p>No stage had anything to do in this window.</p>"
     height = TOP + 26 * len(rows) + BOTTOM
@@ -211,6 +266,14 @@ def _bar(x: Callable[[float], float], window: tuple[float, float], top: int, one
             f"<title>{tip}</title></rect>"
         )
 
-    kind = "--mixed" if one.prefill_tokens and one.decodes else "--prefill" if one.prefill_tokens else "--decode"
+    kind = (
+        "--mixed"
+        if one.prefill_tokens and one.decodes
+        else "--prefill"
+        if one.prefill_tokens
+        else "--decode"
+    )
     tip = f"plan {one.plan}: {one.prefill_tokens} prefill tokens, {one.decodes} decodes, {1e3 * (one.end - one.start):.1f} ms"
-    return box(one.taken, one.start, "--wait", f"plan {one.plan}: waiting") + box(one.start, one.end, kind, tip)
+    return box(one.taken, one.start, "--wait", f"plan {one.plan}: waiting") + box(
+        one.start, one.end, kind, tip
+    )

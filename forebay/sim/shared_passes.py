@@ -82,7 +82,9 @@ class SharedPasses:
 
     def _arrive(self, stage: int, flight: Flight) -> None:
         if flight.plan.loads:
-            flight.first_layer_at[stage], flight.last_layer_at[stage] = self._load(stage, flight, self._heap.now)
+            flight.first_layer_at[stage], flight.last_layer_at[stage] = self._load(
+                stage, flight, self._heap.now
+            )
         lane = self._lanes[stage]
         lane.queue.append(flight)
         flight.taken_at[stage] = self._heap.now

@@ -75,7 +75,9 @@ class Stage:
         self.free_at = 0.0
         self.busy_s = 0.0
         self.passes: deque[Pass] = deque()
-        self.plan_channel = 0.0  # when the newest message on each channel arrives: channels keep their order
+        self.plan_channel = (
+            0.0  # when the newest message on each channel arrives: channels keep their order
+        )
         self.order_channel = 0.0
         self.ack_channel = 0.0
         self.fetch_channel = 0.0
@@ -83,7 +85,9 @@ class Stage:
         self.reading = 0
         self.cancelled: set[int] = set()
         self.returned: set[int] = set()  # staged fetches that all stages behind have answered
-        self.read: dict[int, tuple[StagedTicket, int]] = {}  # staged fetches whose reads are done, and pages
+        self.read: dict[
+            int, tuple[StagedTicket, int]
+        ] = {}  # staged fetches whose reads are done, and pages
         self.stores: deque[Store] = deque()  # the first is under way
 
 
@@ -111,13 +115,17 @@ class StageGrid:
         self._block_bytes = cluster.block_bytes
         self._layers = max(cluster.model.layers // cluster.engine.pp, 1)
         network = cluster.network
-        self._round_s = cluster.store.query_s + 4 * cluster.engine.pp * network.control_s * (1.0 + network.control_jitter)
+        self._round_s = cluster.store.query_s + 4 * cluster.engine.pp * network.control_s * (
+            1.0 + network.control_jitter
+        )
         self._sizes = BatchSizes(cluster.block_bytes)
         self.stages = [Stage(index, cluster, randomness) for index in range(cluster.engine.pp)]
         forward, look = cluster.forward, cluster.engine.staged_look
         self.cores = Cores(heap, forward.cores, forward.contention)
         self._shared = (
-            SharedPasses(heap, self.cores, look, len(self.stages), self._layers, self._load, self._shared_end)
+            SharedPasses(
+                heap, self.cores, look, len(self.stages), self._layers, self._load, self._shared_end
+            )
             if forward.cores
             else None
         )
@@ -137,7 +145,9 @@ class StageGrid:
         for stage in self.stages:
             stage.plan_channel = max(stage.plan_channel, now + self._control_s())
             costs_s.append(self._pass_s(seconds, stage is self.stages[-1]))
-        flight = Flight(plan, epoch, costs_s, prefill_tokens, decodes, self._hop_s(prefill_tokens + decodes))
+        flight = Flight(
+            plan, epoch, costs_s, prefill_tokens, decodes, self._hop_s(prefill_tokens + decodes)
+        )
         if self._shared is not None:
             self._shared.send(flight, [stage.plan_channel for stage in self.stages])
         else:
@@ -154,7 +164,11 @@ class StageGrid:
                 first, last = self._load(stage.index, flight, stage.plan_channel)
                 start = max(start, first)
                 end = max(start + cost, last + cost / self._layers)
-            flight.taken_at[stage.index], flight.began_at[stage.index], flight.ended_at[stage.index] = taken, start, end
+            (
+                flight.taken_at[stage.index],
+                flight.began_at[stage.index],
+                flight.ended_at[stage.index],
+            ) = taken, start, end
             self._note_pass(stage, flight)
             handed_over = end + flight.hop_s
         self._passed(flight)
@@ -172,7 +186,11 @@ class StageGrid:
             self._passed(flight)
 
     def _note_pass(self, stage: Stage, flight: Flight) -> None:
-        taken, start, end = flight.taken_at[stage.index], flight.began_at[stage.index], flight.ended_at[stage.index]
+        taken, start, end = (
+            flight.taken_at[stage.index],
+            flight.began_at[stage.index],
+            flight.ended_at[stage.index],
+        )
         stage.free_at = end
         stage.busy_s += end - start
         done = Pass(flight.plan.number, taken, start, end, flight.prefill_tokens, flight.decodes)
@@ -189,7 +207,11 @@ class StageGrid:
 
     def _pass_s(self, model_s: float, is_last: bool) -> float:
         forward = self._cluster.forward
-        seconds = model_s / len(self.stages) + forward.stage_s + (forward.last_stage_s if is_last else 0.0)
+        seconds = (
+            model_s / len(self.stages)
+            + forward.stage_s
+            + (forward.last_stage_s if is_last else 0.0)
+        )
         if forward.jitter:
             seconds *= 1.0 + forward.jitter * (2.0 * self._random.random() - 1.0)
         return seconds
@@ -203,7 +225,9 @@ class StageGrid:
         network = self._cluster.network
         if not network.control_jitter:
             return network.control_s
-        return network.control_s * (1.0 + network.control_jitter * (2.0 * self._random.random() - 1.0))
+        return network.control_s * (
+            1.0 + network.control_jitter * (2.0 * self._random.random() - 1.0)
+        )
 
     def _acknowledge_plan(self, flight: Flight) -> None:
         """Every stage as its pass ends; folded, all of them with the last one, before which nothing can come of the others."""
@@ -211,11 +235,20 @@ class StageGrid:
         folded: list[Acknowledgement] = []
         for stage in self.stages:
             is_last = stage is self.stages[-1]
-            samples = tuple([self._samples[piece.slot] for piece in plan.pieces if piece.sample]) if is_last else ()
+            samples = (
+                tuple([self._samples[piece.slot] for piece in plan.pieces if piece.sample])
+                if is_last
+                else ()
+            )
             first = stage.index * acks
             pass_s = flight.ended_at[stage.index] - flight.began_at[stage.index]
-            done = [PlanDone(epoch, first + rank, plan.number, () if rank else samples, pass_s) for rank in range(acks)]
-            stage.ack_channel = max(stage.ack_channel, flight.ended_at[stage.index] + self._control_s())
+            done = [
+                PlanDone(epoch, first + rank, plan.number, () if rank else samples, pass_s)
+                for rank in range(acks)
+            ]
+            stage.ack_channel = max(
+                stage.ack_channel, flight.ended_at[stage.index] + self._control_s()
+            )
             if self._folded:
                 folded += done
             else:
@@ -226,9 +259,17 @@ class StageGrid:
     def _back_up(self, backup: Backup, flight: Flight) -> None:
         acks, epoch, folded, last_at = self._acks, flight.epoch, [], 0.0
         for stage in self.stages:
-            saved_at = stage.to_host.move(flight.ended_at[stage.index], len(backup.copies) * self._block_bytes) + self._control_s()
+            saved_at = (
+                stage.to_host.move(
+                    flight.ended_at[stage.index], len(backup.copies) * self._block_bytes
+                )
+                + self._control_s()
+            )
             first = stage.index * acks
-            done = [TransferDone(epoch, first + rank, backup.transfer, len(backup.copies)) for rank in range(acks)]
+            done = [
+                TransferDone(epoch, first + rank, backup.transfer, len(backup.copies))
+                for rank in range(acks)
+            ]
             if self._folded:
                 folded += done
                 last_at = max(last_at, saved_at)
@@ -244,7 +285,11 @@ class StageGrid:
 
     def order(self, order: Order) -> None:
         """On the ticket channel: taken by each stage's I/O side, whatever its compute loop does; staged orders go to their stage."""
-        stages = [self.stages[order.stage]] if isinstance(order, StagedTicket | StagedReturn) else self.stages
+        stages = (
+            [self.stages[order.stage]]
+            if isinstance(order, StagedTicket | StagedReturn)
+            else self.stages
+        )
         for stage in stages:
             stage.order_channel = max(stage.order_channel, self._heap.now + self._control_s())
             self._heap.at(stage.order_channel, lambda stage=stage: self._take(stage, order))  # type: ignore[misc]
@@ -279,7 +324,11 @@ class StageGrid:
         passes = (self.stages[-1] if look is StagedLook.LOCKSTEP else stage).passes
         ended_at = max((one.end for one in passes if one.end <= now), default=-math.inf)
         current = next((one for one in passes if one.end > now), None)
-        if current is None or (look is StagedLook.FORWARD and current.start > now) or (look is StagedLook.PLAN and current.taken > now):
+        if (
+            current is None
+            or (look is StagedLook.FORWARD and current.start > now)
+            or (look is StagedLook.PLAN and current.taken > now)
+        ):
             return now
         if look is StagedLook.LOCKSTEP and now - ended_at <= self._round_s:
             return now  # a word that is on its way as an iteration begins still goes through all stages
@@ -287,7 +336,9 @@ class StageGrid:
 
     def _learn(self, stage: Stage, ticket: StagedTicket) -> None:
         first = stage.index * self._acks
-        taken = [StagedTaken(ticket.epoch, first + rank, ticket.transfer) for rank in range(self._acks)]
+        taken = [
+            StagedTaken(ticket.epoch, first + rank, ticket.transfer) for rank in range(self._acks)
+        ]
         self._say_on_fetch_channel(stage, taken)
         self._heap.after(self._cluster.store.query_s, lambda: self._asked(stage, ticket))
 
@@ -299,7 +350,9 @@ class StageGrid:
     def _answer(self, stage: Stage, transfer: int) -> None:
         """The final word, once the reads are done and the stages behind have answered."""
         is_last = stage is self.stages[-1]
-        if transfer in stage.read and (is_last or transfer in stage.returned or transfer in stage.cancelled):
+        if transfer in stage.read and (
+            is_last or transfer in stage.returned or transfer in stage.cancelled
+        ):
             ticket, done = stage.read.pop(transfer)
             stage.returned.discard(transfer)
             self._report(stage, ticket, done, True)
@@ -322,16 +375,28 @@ class StageGrid:
             return
         wanted = [page.hash for page in ticket.pages[done : done + size]]
         read, asked_at = self.read(stage, wanted), self._heap.now
-        self._heap.at(read.at, lambda: self._batch_done(stage, ticket, done, len(wanted), read, asked_at))
+        self._heap.at(
+            read.at, lambda: self._batch_done(stage, ticket, done, len(wanted), read, asked_at)
+        )
 
     def read(self, stage: Stage, hashes: Sequence[bytes]) -> Read:
         """Those of the pages that are there, from the front, and when the stage's ranks have them: holders and NICs stream together."""
         read = self._store.get(hashes, stage.index)
         if read.keys:
-            read.at = max(read.at, stage.nic_in.move(self._heap.now, len(read.keys) * self._block_bytes))
+            read.at = max(
+                read.at, stage.nic_in.move(self._heap.now, len(read.keys) * self._block_bytes)
+            )
         return read
 
-    def _batch_done(self, stage: Stage, ticket: Ticket | StagedTicket, done: int, wanted: int, read: Read, asked_at: float) -> None:
+    def _batch_done(
+        self,
+        stage: Stage,
+        ticket: Ticket | StagedTicket,
+        done: int,
+        wanted: int,
+        read: Read,
+        asked_at: float,
+    ) -> None:
         good = self._store.good(read)
         done += good
         if good < wanted:
@@ -356,7 +421,11 @@ class StageGrid:
         first = stage.index * self._acks
         found = done if isinstance(ticket, StagedTicket) else None  # its reads do not fail
         self._say_on_fetch_channel(
-            stage, [FetchProgress(ticket.epoch, first + rank, ticket.transfer, done, final, found) for rank in range(self._acks)]
+            stage,
+            [
+                FetchProgress(ticket.epoch, first + rank, ticket.transfer, done, final, found)
+                for rank in range(self._acks)
+            ],
         )
 
     def _say_on_fetch_channel(self, stage: Stage, messages: Sequence[Acknowledgement]) -> None:
@@ -371,12 +440,20 @@ class StageGrid:
 
     def _next_store(self, stage: Stage) -> None:
         order = stage.stores[0]
-        self._store.put([page.hash for page in order.pages], stage.index, stage.nic_out, lambda stored: self._put_done(stage, stored))
+        self._store.put(
+            [page.hash for page in order.pages],
+            stage.index,
+            stage.nic_out,
+            lambda stored: self._put_done(stage, stored),
+        )
 
     def _put_done(self, stage: Stage, stored: bytes) -> None:
         order = stage.stores.popleft()
         first = stage.index * self._acks
-        done = [StoreDone(order.epoch, first + rank, order.transfer, stored) for rank in range(self._acks)]
+        done = [
+            StoreDone(order.epoch, first + rank, order.transfer, stored)
+            for rank in range(self._acks)
+        ]
         self._heap.after(self._control_s(), lambda: self._tell(done))
         if stage.stores:
             self._heap.after(0.0, lambda: self._next_store(stage))
@@ -399,5 +476,7 @@ def forward_s(cluster: Cluster, plan: Plan) -> tuple[float, int, int]:
         else:
             tokens += count
             seconds += quadratic * count * (count + 2 * piece.start)
-    seconds += forward.linear_s * tokens + forward.decode_s * decodes + forward.decode_context_s * context
+    seconds += (
+        forward.linear_s * tokens + forward.decode_s * decodes + forward.decode_context_s * context
+    )
     return seconds + forward.fixed_s, tokens, decodes

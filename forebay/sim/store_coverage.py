@@ -72,9 +72,30 @@ class StoreActivity(StrEnum):
 
 
 CLIENTS = (MatchPrefix, Get, PutStart, PutEnd, PutRevoke, Remove)
-HOLDERS = (Register, Inventory, Beat, Persisted, Dropped, Buried, RegisterPrefetch, AllocStart, PromotionDone)
+HOLDERS = (
+    Register,
+    Inventory,
+    Beat,
+    Persisted,
+    Dropped,
+    Buried,
+    RegisterPrefetch,
+    AllocStart,
+    PromotionDone,
+)
 EVENTS = ("Connected", "Disconnected", "Ticked", *(kind.__name__ for kind in CLIENTS + HOLDERS))
-CONCERNING = (Get, PutStart, PutEnd, PutRevoke, Remove, Inventory, Persisted, Dropped, RegisterPrefetch, PromotionDone)
+CONCERNING = (
+    Get,
+    PutStart,
+    PutEnd,
+    PutRevoke,
+    Remove,
+    Inventory,
+    Persisted,
+    Dropped,
+    RegisterPrefetch,
+    PromotionDone,
+)
 LOST = "holder lost"
 
 _TASKS = "a holder forgets what it asked of the last master, and this one gives no task before it is open"
@@ -82,7 +103,10 @@ _COUNTED = "only keys that are there are counted for a lost holder"
 
 UNREACHABLE: dict[Cell, str] = {
     (MasterState.CLOSED, AllocStart.__name__): _TASKS,
-    (MasterState.WHOLE, Inventory.__name__): "a holder that has yet to tell what it has does not serve",
+    (
+        MasterState.WHOLE,
+        Inventory.__name__,
+    ): "a holder that has yet to tell what it has does not serve",
     (KeyState.ABSENT, LOST): _COUNTED,
     **{
         (key, PromotionDone.__name__): "an object with a task is being promoted"
@@ -121,7 +145,11 @@ def state_of(state: State) -> MasterState:
     if not state.open:
         return MasterState.CLOSED
     known = state.holders.values()
-    return MasterState.WHOLE if known and all(holder.usable for holder in known) else MasterState.PARTIAL
+    return (
+        MasterState.WHOLE
+        if known and all(holder.usable for holder in known)
+        else MasterState.PARTIAL
+    )
 
 
 def key_state(state: State, now: float, tenant: str, key: bytes) -> KeyState:
@@ -148,12 +176,21 @@ def _promotion(state: State, now: float, tenant: str, message: PromotionDone) ->
     if task is not None:
         key = task.object.key
         listed = state.tenant(tenant).objects.get(key) is task.object
-        yield key_state(state, now, tenant, key) if listed else KeyState.ABSENT, PromotionDone.__name__
+        yield (
+            key_state(state, now, tenant, key) if listed else KeyState.ABSENT,
+            PromotionDone.__name__,
+        )
 
 
 def _keys_of(message: object) -> list[bytes]:
     match message:
-        case Get(keys=keys) | PutStart(keys=keys) | PutEnd(keys=keys) | PutRevoke(keys=keys) | Remove(keys=keys):
+        case (
+            Get(keys=keys)
+            | PutStart(keys=keys)
+            | PutEnd(keys=keys)
+            | PutRevoke(keys=keys)
+            | Remove(keys=keys)
+        ):
             return list(keys)
         case RegisterPrefetch(keys=keys):
             return list(keys)

@@ -22,7 +22,15 @@ from forebay.sim.store_coverage import StoreActivity, StoreFault, cells_of
 from forebay.sim.store_holder import LogKey, SimHolder
 from forebay.store.backend import Status
 from forebay.store.master.invariants import check
-from forebay.store.master.machine import Connected, Disconnected, Event, FromClient, FromHolder, Master, Ticked
+from forebay.store.master.machine import (
+    Connected,
+    Disconnected,
+    Event,
+    FromClient,
+    FromHolder,
+    Master,
+    Ticked,
+)
 from forebay.store.master.membership import RESTART_GRACE_S
 from forebay.store.master.promotion import MAX_COMMIT_LEASE_S
 from forebay.store.master.records import LEASE_SLACK_S, Close, MasterConfig, Send
@@ -57,7 +65,12 @@ TICK_S = 0.2
 BEAT_S = 0.5
 RECONNECT_S = 0.3
 SETTLE_S = 20.0
-AWAY_S = (0.1, 0.5, 3.0, 8.0)  # for how long a fault keeps something away: shorter than a put that is held up, and longer than any
+AWAY_S = (
+    0.1,
+    0.5,
+    3.0,
+    8.0,
+)  # for how long a fault keeps something away: shorter than a put that is held up, and longer than any
 HELD_UP = 0.2  # share of puts and reads whose client stands still meanwhile
 RUSH = 6  # puts at once of a client that has found a master again
 HARMLESS = (StoreFault.WRITER_LOST, StoreFault.SLOW_COPIES, StoreFault.RECORD_EVICTED)
@@ -132,7 +145,9 @@ def value_of(key: bytes, length: int) -> bytes:
 class Peer:
     """One connection: in order each way; what is under way when it breaks is lost."""
 
-    def __init__(self, heap: EventHeap, session: int, hear: Callable[..., None], lost: Callable[[], None]) -> None:
+    def __init__(
+        self, heap: EventHeap, session: int, hear: Callable[..., None], lost: Callable[[], None]
+    ) -> None:
         self.session = session
         self.hear = hear
         self.lost = lost
@@ -145,9 +160,13 @@ class Oracle:
 
     def __init__(self) -> None:
         self.put: dict[tuple[bytes, int], int] = {}
-        self.dead: dict[tuple[bytes, int], float] = {}  # since when it was acknowledged as removed or replaced
+        self.dead: dict[
+            tuple[bytes, int], float
+        ] = {}  # since when it was acknowledged as removed or replaced
         self.stored_as: dict[tuple[bytes, int], int] = {}
-        self.unsure: set[bytes] = set()  # a put or a removal of it is under way, or its answer never came
+        self.unsure: set[bytes] = (
+            set()
+        )  # a put or a removal of it is under way, or its answer never came
         self.acknowledged: dict[bytes, int] = {}
 
     def offered(self, key: bytes, length: int, generation: int) -> None:
@@ -172,12 +191,16 @@ class Oracle:
 
     def newest(self, key: bytes) -> int:
         """The highest generation of the key that is known to be stored."""
-        return max((generation for item, generation in self.stored_as.items() if item[0] == key), default=0)
+        return max(
+            (generation for item, generation in self.stored_as.items() if item[0] == key), default=0
+        )
 
     def got(self, key: bytes, length: int, asked_at: float) -> None:
         assert (key, length) in self.put, f"a get of {key!r} brought what nobody put"
         died_at = self.dead.get((key, length))
-        assert died_at is None or died_at >= asked_at, f"{key!r} of {length} bytes was removed or replaced, and came back"
+        assert died_at is None or died_at >= asked_at, (
+            f"{key!r} of {length} bytes was removed or replaced, and came back"
+        )
 
     def _kill(self, key: bytes, newest: int, now: float) -> None:
         for item, generation in self.put.items():
@@ -211,15 +234,25 @@ class StoreHistory:
         self._call = 0
         self._puts = 0
         self._reading = 0
-        self._writing: defaultdict[bytes, set[int]] = defaultdict(set)  # puts and removals under way
-        self._overlapped: set[int] = set()  # those that were under way together with another of their key
+        self._writing: defaultdict[bytes, set[int]] = defaultdict(
+            set
+        )  # puts and removals under way
+        self._overlapped: set[int] = (
+            set()
+        )  # those that were under way together with another of their key
         self._leases: dict[bytes, float] = {}
         self._durable: set[LogKey] = set()
         self._unheard: set[LogKey] = set()  # of those, what the master has yet to hear of
         self._over_puts: list[tuple[bytes, int]] = []
         self._over = False
         self.holders = [
-            SimHolder(f"h{index}", self.heap, self.options.capacity, self.options.log_delay_s, self.options.copy_s)
+            SimHolder(
+                f"h{index}",
+                self.heap,
+                self.options.capacity,
+                self.options.log_delay_s,
+                self.options.copy_s,
+            )
             for index in range(self.options.holders)
         ]
         for holder in self.holders:
@@ -288,7 +321,10 @@ class StoreHistory:
         self._sessions += 1
         peer = Peer(self.heap, self._sessions, hear, lost)
         self._peers[peer.session] = peer
-        peer.up.send(self._delay(), lambda: self._step(Connected(peer.session, tenant)) if peer.alive else None)
+        peer.up.send(
+            self._delay(),
+            lambda: self._step(Connected(peer.session, tenant)) if peer.alive else None,
+        )
         return peer
 
     def _break(self, peer: Peer) -> None:
@@ -352,7 +388,9 @@ class StoreHistory:
         if isinstance(message, Persisted):
             for entry in message.entries:
                 place = (entry.tenant, entry.key, entry.generation)
-                assert place in holder.log or place in holder.left_log, f"{place} is announced, and was never in the log"
+                assert place in holder.log or place in holder.left_log, (
+                    f"{place} is announced, and was never in the log"
+                )
         self._step(FromHolder(peer.session, message))
 
     # ------------------------------------------------------------------------------------------ clients
@@ -376,7 +414,9 @@ class StoreHistory:
         again = self._client_known
         self._client, self._client_known = self._open(hear, lost, TENANT), True
         if again and self.random.random() < 0.5:
-            for key in self.random.sample(KEYS, RUSH):  # what waited meanwhile: room is wanted at once
+            for key in self.random.sample(
+                KEYS, RUSH
+            ):  # what waited meanwhile: room is wanted at once
                 self._put(key, max(LENGTHS))
 
     def _ask(self, make: Callable[[int], ClientToMaster], then: Callable[..., None]) -> None:
@@ -386,11 +426,16 @@ class StoreHistory:
         self._call += 1
         self._calls[self._call] = then
         message = make(self._call)
-        peer.up.send(self._delay(), lambda: self._step(FromClient(peer.session, message)) if peer.alive else None)
+        peer.up.send(
+            self._delay(),
+            lambda: self._step(FromClient(peer.session, message)) if peer.alive else None,
+        )
 
     def _operate(self) -> None:
         key = self.random.choice(KEYS)
-        kind = self.random.choice(["put", "put", "get", "get", "get", "remove", "probe", "match", "stray"])
+        kind = self.random.choice(
+            ["put", "put", "get", "get", "get", "remove", "probe", "match", "stray"]
+        )
         self.report.met[kind] += 1
         match kind:
             case "put":
@@ -406,7 +451,9 @@ class StoreHistory:
             case _ if self.options.prefetch:
                 keys = self.random.sample(KEYS, 4)
                 for holder in self.holders:
-                    self.heap.after(self._delay(), lambda holder=holder: holder.prefetch(keys, TENANT))  # type: ignore[misc]
+                    self.heap.after(
+                        self._delay(), lambda holder=holder: holder.prefetch(keys, TENANT)
+                    )  # type: ignore[misc]
 
     def _begin_write(self, key: bytes) -> int:
         """Of a put or a removal: which of two that overlap has the last word, nobody outside can know."""
@@ -439,7 +486,9 @@ class StoreHistory:
         def answered(answer: Count) -> None:
             assert 0 <= answer.count <= len(keys)
             for key in keys[: answer.count]:
-                assert any(item[0] == key for item in self.oracle.put), f"{key!r} is said to be there, and nobody put it"
+                assert any(item[0] == key for item in self.oracle.put), (
+                    f"{key!r} is said to be there, and nobody put it"
+                )
 
         self._ask(lambda call: MatchPrefix(call, keys, []), answered)
 
@@ -454,7 +503,9 @@ class StoreHistory:
                 self.oracle.offered(key, length, grant.generation)
                 self._write(key, length, grant, number)
             else:
-                self.report.met[f"put {Status(grant.code).name}" if grant.code < 100 else "put AGAIN"] += 1
+                self.report.met[
+                    f"put {Status(grant.code).name}" if grant.code < 100 else "put AGAIN"
+                ] += 1
                 self._end_write(key, number)
 
         self._ask(lambda call: PutStart(call, [key], [length]), granted)
@@ -464,8 +515,15 @@ class StoreHistory:
         value, entries = value_of(key, length), []
         seconds = self.random.uniform(0, self.options.copy_s)
         for room in grant.rooms:
-            holder = next((one for one in self.holders if one.number == room.holder and self._answers(one)), None)
-            entry = holder.write(TENANT, key, grant.generation, room.offset, room.token, value, seconds) if holder else None
+            holder = next(
+                (one for one in self.holders if one.number == room.holder and self._answers(one)),
+                None,
+            )
+            entry = (
+                holder.write(TENANT, key, grant.generation, room.offset, room.token, value, seconds)
+                if holder
+                else None
+            )
             entries.append((room, entry))
 
         def written() -> None:
@@ -489,11 +547,15 @@ class StoreHistory:
             self.report.met["put revoked"] += answer.codes[0] == Status.OK
 
         gives_up = self.random.random() < self.options.revoked_share
-        self.heap.after(seconds + self._held_up() + self._delay(), given_up if gives_up else written)
+        self.heap.after(
+            seconds + self._held_up() + self._delay(), given_up if gives_up else written
+        )
 
     def _held_up(self) -> float:
         """Seconds that a client stands still: for the rest of its batch, or because its machine is busy. Mostly none."""
-        return self.random.uniform(0, self.config.lease_s) if self.random.random() < HELD_UP else 0.0
+        return (
+            self.random.uniform(0, self.config.lease_s) if self.random.random() < HELD_UP else 0.0
+        )
 
     def _answers(self, holder: SimHolder) -> bool:
         return holder.alive and self.heap.now >= holder.paused_until
@@ -527,15 +589,23 @@ class StoreHistory:
 
         def finish() -> None:
             self._reading -= 1
-            if not self._still_good(segment.header(spot.offset), spot.stamp, place.length, deadline):
+            if not self._still_good(
+                segment.header(spot.offset), spot.stamp, place.length, deadline
+            ):
                 self.report.met["copy refused after"] += 1
                 return
             self.report.met["got from memory"] += 1
-            self._seen(key, place.length, first + segment.read(spot.offset, half, place.length), asked_at)
+            self._seen(
+                key, place.length, first + segment.read(spot.offset, half, place.length), asked_at
+            )
 
-        self.heap.after(self.random.uniform(0, self.options.copy_s) * self.slow + self._held_up(), finish)
+        self.heap.after(
+            self.random.uniform(0, self.options.copy_s) * self.slow + self._held_up(), finish
+        )
 
-    def _still_good(self, header: tuple[int, int, int], stamp: int, length: int, deadline: float) -> bool:
+    def _still_good(
+        self, header: tuple[int, int, int], stamp: int, length: int, deadline: float
+    ) -> bool:
         """Rule S1: finished within the lease, or the range is still this object's."""
         return self.heap.now <= deadline or header == (stamp, length, 1)
 
@@ -632,12 +702,20 @@ class StoreHistory:
     def _activities(self) -> list[StoreActivity]:
         """What the store is at now."""
         state = self.master.state if self.master is not None else None
-        serving = state is not None and all(holder.alive and holder.serving for holder in self.holders)
+        serving = state is not None and all(
+            holder.alive and holder.serving for holder in self.holders
+        )
         going = [
-            (StoreActivity.PUTTING, state is not None and any(tenant.pending for tenant in state.tenants.values())),
+            (
+                StoreActivity.PUTTING,
+                state is not None and any(tenant.pending for tenant in state.tenants.values()),
+            ),
             (StoreActivity.WAITING_FOR_ROOM, state is not None and bool(state.waiting)),
             (StoreActivity.READING, self._reading > 0),
-            (StoreActivity.LOGGING, any(entry.logging for holder in self.holders for entry in holder.memory)),
+            (
+                StoreActivity.LOGGING,
+                any(entry.logging for holder in self.holders for entry in holder.memory),
+            ),
             (StoreActivity.PROMOTING, state is not None and bool(state.tasks)),
             (StoreActivity.BURYING, state is not None and bool(state.burials)),
             (StoreActivity.RECOVERING, not serving),
@@ -673,7 +751,13 @@ class StoreHistory:
 
         def restart() -> None:
             self.epoch += 1
-            self.master = Master(self.config, self.heap.now, epoch=self.epoch, first_generation=self.epoch * 1_000_000, secret=b"s")
+            self.master = Master(
+                self.config,
+                self.heap.now,
+                epoch=self.epoch,
+                first_generation=self.epoch * 1_000_000,
+                secret=b"s",
+            )
 
         self.heap.after(seconds, restart)
 
@@ -686,7 +770,10 @@ class StoreHistory:
             case FromClient(_, Get(_, keys)):
                 self._may_lease(keys, now + lease_s + LEASE_SLACK_S)
             case FromHolder(_, PromotionDone(number, True)) if number in master.state.tasks:
-                self._may_lease([master.state.tasks[number].object.key], now + MAX_COMMIT_LEASE_S + LEASE_SLACK_S)
+                self._may_lease(
+                    [master.state.tasks[number].object.key],
+                    now + MAX_COMMIT_LEASE_S + LEASE_SLACK_S,
+                )
             case FromHolder(_, Inventory(memory=memory)):
                 self._may_lease([held.key for held in memory], now + lease_s + RESTART_GRACE_S)
 
@@ -702,7 +789,11 @@ class StoreHistory:
         put = tenant.pending.get(place[1])
         for found in (tenant.objects.get(place[1]), put.object if put is not None else None):
             of_this_put = found is not None and found.generation == place[2]
-            if found is not None and of_this_put and any(one.holder.register.name == holder.name for one in found.memory):
+            if (
+                found is not None
+                and of_this_put
+                and any(one.holder.register.name == holder.name for one in found.memory)
+            ):
                 self._durable.add(place)
                 self._unheard.add(place)
 
@@ -723,8 +814,12 @@ class StoreHistory:
                 tenant = master.state.tenant(TENANT)
                 for entry in entries:
                     found, put = tenant.objects.get(entry.key), tenant.pending.get(entry.key)
-                    if (found is not None and found.generation == entry.generation and found.ssd) or (
-                        put is not None and put.object.generation == entry.generation and put.persisted
+                    if (
+                        found is not None and found.generation == entry.generation and found.ssd
+                    ) or (
+                        put is not None
+                        and put.object.generation == entry.generation
+                        and put.persisted
                     ):
                         self._durable.add((TENANT, entry.key, entry.generation))
                         self._unheard.discard((TENANT, entry.key, entry.generation))
@@ -733,7 +828,9 @@ class StoreHistory:
         for tenant in master.state.tenants.values():
             for key, found in tenant.objects.items():
                 excuse = self._leases.get(key, 0.0)
-                assert found.lease_until <= excuse + 1e-6, f"{key!r} is leased until {found.lease_until}, excused until {excuse}"
+                assert found.lease_until <= excuse + 1e-6, (
+                    f"{key!r} is leased until {found.lease_until}, excused until {excuse}"
+                )
 
     def _audit(self) -> None:
         """Everything has healed: what the master believes in is there, and what was acknowledged and logged is found."""
@@ -748,25 +845,37 @@ class StoreHistory:
         for key, found in listed.items():
             for replica in found.memory:
                 segment = named[replica.holder.number].segment
-                assert segment.header(replica.offset) == (replica.stamp, found.length, 1), f"{key!r} is not where the master has it"
-                assert segment.read(replica.offset, 0, found.length) == value_of(key, found.length), f"{key!r}: other bytes"
+                assert segment.header(replica.offset) == (replica.stamp, found.length, 1), (
+                    f"{key!r} is not where the master has it"
+                )
+                assert segment.read(replica.offset, 0, found.length) == value_of(
+                    key, found.length
+                ), f"{key!r}: other bytes"
             for copy in found.ssd:
                 held = named[copy.holder.number].log.get((TENANT, key, found.generation))
-                assert held == value_of(key, found.length), f"{key!r} is believed on the SSD of {copy.holder.register.name}"
+                assert held == value_of(key, found.length), (
+                    f"{key!r} is believed on the SSD of {copy.holder.register.name}"
+                )
         self._check_found(listed)
         for holder in self.holders:
             self._check_throttle(holder)
             for _, key, generation in holder.log:
                 known = listed.get(key)
                 copies = () if known is None or known.generation != generation else known.ssd
-                assert any(copy.holder.register.name == holder.name for copy in copies), f"{key!r} would come back from {holder.name}"
+                assert any(copy.holder.register.name == holder.name for copy in copies), (
+                    f"{key!r} would come back from {holder.name}"
+                )
 
     def _check_found(self, listed: Container[bytes]) -> None:
         """What was acknowledged, and durable as the master knew, is found, but for records whose file was evicted."""
         evicted = {place for holder in self.holders for place in holder.evicted}
         for key, length in self.oracle.acknowledged.items():
             place = (TENANT, key, self.oracle.stored_as[key, length])
-            if key not in self.oracle.unsure and (key, length) not in self.oracle.dead and place in self._durable - evicted:
+            if (
+                key not in self.oracle.unsure
+                and (key, length) not in self.oracle.dead
+                and place in self._durable - evicted
+            ):
                 assert key in listed, f"{key!r} was acknowledged and logged, and is not found"
 
     def _check_throttle(self, holder: SimHolder) -> None:
@@ -774,7 +883,9 @@ class StoreHistory:
         cooldown_s = holder.promotions.throttle.cooldown_s
         for key, times in holder.asked.items():
             for earlier, later in pairwise(times):
-                assert later - earlier >= cooldown_s or holder.instance > 1, f"{key!r} is promoted again"
+                assert later - earlier >= cooldown_s or holder.instance > 1, (
+                    f"{key!r} is promoted again"
+                )
 
     def _end(self) -> None:
         """The last word: with all at rest a put of each key, and a get that finds it."""

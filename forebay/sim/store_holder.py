@@ -82,7 +82,9 @@ class SimHolder:
     ``log_delay_s``: from written to logged and announced. ``ssd_fails``: the log can neither be written nor read meanwhile.
     """
 
-    def __init__(self, name: str, heap: EventHeap, capacity: int, log_delay_s: float, read_s: float) -> None:
+    def __init__(
+        self, name: str, heap: EventHeap, capacity: int, log_delay_s: float, read_s: float
+    ) -> None:
         self.name = name
         self.heap = heap
         self.capacity = capacity
@@ -129,7 +131,18 @@ class SimHolder:
 
     def register(self) -> Register:
         highest = max([self.highest, *(entry.stamp for entry in self.memory)], default=0)
-        return Register(self.name, str(self.instance), "h", 1, "", "m", self.capacity, 1 << 30, highest, self.peers)
+        return Register(
+            self.name,
+            str(self.instance),
+            "h",
+            1,
+            "",
+            "m",
+            self.capacity,
+            1 << 30,
+            highest,
+            self.peers,
+        )
 
     def join(self, link: Callable[[HolderToMaster], None]) -> None:
         """A new connection to a master."""
@@ -177,11 +190,16 @@ class SimHolder:
     def _send_inventory(self) -> None:
         """In two pieces, so that something can come between them."""
         memory = [
-            HeldMemory(one.tenant, one.key, one.generation, one.length, one.offset, one.stamp, one.buried)
+            HeldMemory(
+                one.tenant, one.key, one.generation, one.length, one.offset, one.stamp, one.buried
+            )
             for one in self.memory
             if one.live
         ]
-        ssd = [HeldSsd(tenant, key, generation, len(value)) for (tenant, key, generation), value in self.log.items()]
+        ssd = [
+            HeldSsd(tenant, key, generation, len(value))
+            for (tenant, key, generation), value in self.log.items()
+        ]
         ssd = not_being_buried(ssd, self._burying)
         self.send(Inventory(0, memory, [], list(self.kept), False))
         self.send(Inventory(1, [], ssd, [], True))
@@ -194,7 +212,11 @@ class SimHolder:
         for grave in message.graves:
             self.highest = max(self.highest, grave.generation)
             for entry in () if grave.behalf else self.memory.of(grave.tenant, grave.key):
-                entry.buried |= entry.generation == grave.generation if grave.exact else entry.generation <= grave.generation
+                entry.buried |= (
+                    entry.generation == grave.generation
+                    if grave.exact
+                    else entry.generation <= grave.generation
+                )
 
         self._burying.append(message)
 
@@ -214,7 +236,16 @@ class SimHolder:
 
     # ------------------------------------------------------------------------------------------ writing
 
-    def write(self, tenant: str, key: bytes, generation: int, offset: int, token: bytes, value: bytes, seconds: float) -> Entry | None:
+    def write(
+        self,
+        tenant: str,
+        key: bytes,
+        generation: int,
+        offset: int,
+        token: bytes,
+        value: bytes,
+        seconds: float,
+    ) -> Entry | None:
         """A put's bytes arrive, half by half; what it came to is the entry's ``live``. None: refused."""
         wanted = room_token(self.token_key, tenant, key, generation, offset, len(value))
         if not (self.alive and self.serving and self.token_key and token == wanted):
@@ -222,7 +253,9 @@ class SimHolder:
         entry = Entry(tenant, key, generation, generation, offset, len(value), crc=0)
         return entry if self._fill(entry, value, seconds, lambda ok: None) else None
 
-    def _fill(self, entry: Entry, value: bytes, seconds: float, done: Callable[[bool], None]) -> bool:
+    def _fill(
+        self, entry: Entry, value: bytes, seconds: float, done: Callable[[bool], None]
+    ) -> bool:
         if not self.memory.begin(entry):
             done(False)
             return False
@@ -296,7 +329,9 @@ class SimHolder:
     def _later(self, seconds: float, action: Callable[[], None]) -> None:
         """Not if the process has died meanwhile."""
         instance = self.instance
-        self.heap.after(seconds, lambda: action() if self.alive and self.instance == instance else None)
+        self.heap.after(
+            seconds, lambda: action() if self.alive and self.instance == instance else None
+        )
 
 
 def _covers(grave: Grave, place: LogKey) -> bool:

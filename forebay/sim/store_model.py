@@ -119,7 +119,10 @@ class StoreModel:
                 self._waiters.pop(effect.message.call)(effect.message)  # type: ignore[union-attr, arg-type]
             elif type(effect.message) in HEARD:
                 holder = self.holders[effect.session - CLIENT - 1]
-                self._heap.after(self._cluster.network.latency_s, lambda holder=holder, effect=effect: holder.hear(effect.message))  # type: ignore[misc]
+                self._heap.after(
+                    self._cluster.network.latency_s,
+                    lambda holder=holder, effect=effect: holder.hear(effect.message),
+                )  # type: ignore[misc]
 
     def _ask(self, make: Callable[[int], ClientToMaster], then: Callable[..., None]) -> None:
         self._call += 1
@@ -163,7 +166,9 @@ class StoreModel:
         self._ask(lambda call: Query(call, read.keys), located.append)
         count = 0
         for before, after in zip(read.places, located[0].places, strict=True):
-            if before.spots[0].tier is Tier.MEMORY and (after.code != Status.OK or before.spots[0] not in after.spots):
+            if before.spots[0].tier is Tier.MEMORY and (
+                after.code != Status.OK or before.spots[0] not in after.spots
+            ):
                 self.expired += 1
                 break
             count += 1
@@ -176,7 +181,10 @@ class StoreModel:
         keys = self._throttle.admit([hash + self._parts[stage] for hash in hashes], self._heap.now)
         for start in range(0, len(keys), CHUNK_KEYS):
             some = keys[start : start + CHUNK_KEYS]
-            self._ask(lambda call, some=some: Query(call, some), lambda answer, some=some: self._delegate(some, answer))  # type: ignore[misc]
+            self._ask(
+                lambda call, some=some: Query(call, some),
+                lambda answer, some=some: self._delegate(some, answer),
+            )  # type: ignore[misc]
 
     def _delegate(self, keys: Sequence[bytes], answer: Located) -> None:
         now = self._heap.now
@@ -193,10 +201,14 @@ class StoreModel:
             holder = self.holders[number - 1]
             self._heap.after(
                 self._cluster.network.latency_s,
-                lambda holder=holder, some=some: holder.prefetch(some, PrefetchOptions.hint_window_s),  # type: ignore[misc]
+                lambda holder=holder, some=some: holder.prefetch(
+                    some, PrefetchOptions.hint_window_s
+                ),  # type: ignore[misc]
             )
 
-    def put(self, hashes: Sequence[bytes], stage: int, nic: Link, done: Callable[[bytes], None]) -> None:
+    def put(
+        self, hashes: Sequence[bytes], stage: int, nic: Link, done: Callable[[bytes], None]
+    ) -> None:
         """Store a stage's part of pages; ``nic``: of each of its ranks. ``done`` hears page by page whether it is there."""
         Put(self, [hash + self._parts[stage] for hash in hashes], nic, done).round()
 
@@ -236,7 +248,9 @@ class StoreModel:
 class Put:
     """One order of a stage's ranks: rounds of PutStart, bytes, PutEnd, until every key has an answer (as `store.client.puts`)."""
 
-    def __init__(self, store: StoreModel, keys: list[bytes], nic: Link, done: Callable[[bytes], None]) -> None:
+    def __init__(
+        self, store: StoreModel, keys: list[bytes], nic: Link, done: Callable[[bytes], None]
+    ) -> None:
         self._store, self._keys, self._nic, self._done = store, keys, nic, done
         self._stored: dict[bytes, bool] = {}
 
@@ -246,7 +260,10 @@ class Put:
             self._done(bytes(self._stored[key] for key in self._keys))
             return
         length = self._store.part_bytes
-        self._store._ask(lambda call: PutStart(call, pending, [length] * len(pending)), lambda answer: self._granted(pending, answer))
+        self._store._ask(
+            lambda call: PutStart(call, pending, [length] * len(pending)),
+            lambda answer: self._granted(pending, answer),
+        )
 
     def _granted(self, pending: list[bytes], answer: Granted) -> None:
         rooms: list[tuple[bytes, Grant]] = []
@@ -267,7 +284,9 @@ class Put:
     def _written(self, rooms: list[tuple[bytes, Grant]]) -> None:
         store = self._store
         for key, grant in rooms:
-            store.holders[grant.rooms[0].holder - 1].written(key, grant.generation, store.part_bytes)
+            store.holders[grant.rooms[0].holder - 1].written(
+                key, grant.generation, store.part_bytes
+            )
         keys, generations = [key for key, _ in rooms], [grant.generation for _, grant in rooms]
 
         def ended(answer: MasterToClient) -> None:

@@ -31,7 +31,9 @@ class Run:
 
     @property
     def name(self) -> str:
-        return ", ".join([self.route.value, *(f"{dial} {value}" for dial, value in self.turned.items())])
+        return ", ".join(
+            [self.route.value, *(f"{dial} {value}" for dial, value in self.turned.items())]
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,37 +52,60 @@ def parse_sweep(texts: Sequence[str]) -> dict[str, list[str]]:
         dial, equals, values = text.partition("=")
         wanted = [value.strip() for value in values.split(",") if value.strip()]
         if not equals or not wanted or dial in dials:
-            raise ClusterError(f"--sweep {text!r} is not DIAL=VALUE,VALUE with a dial of its own; write store.dram=64GiB,128GiB")
+            raise ClusterError(
+                f"--sweep {text!r} is not DIAL=VALUE,VALUE with a dial of its own; write store.dram=64GiB,128GiB"
+            )
         dials[dial.strip()] = wanted
     if len(dials) > MAX_DIALS:
-        raise ClusterError(f"--sweep names {len(dials)} dials; at most {MAX_DIALS} can be turned in one study")
+        raise ClusterError(
+            f"--sweep names {len(dials)} dials; at most {MAX_DIALS} can be turned in one study"
+        )
     return dials
 
 
-def settings(cluster: str, routes: Sequence[FetchRoute], fixed: Mapping[str, str], sweep: Mapping[str, Sequence[str]]) -> list[Run]:
+def settings(
+    cluster: str,
+    routes: Sequence[FetchRoute],
+    fixed: Mapping[str, str],
+    sweep: Mapping[str, Sequence[str]],
+) -> list[Run]:
     """All runs of a study, every cluster checked before the first one starts. Raises ``ClusterError``."""
     table = read_table(cluster)
     runs = [
-        Run(route, dict(zip(sweep, values, strict=True)), _turned(table, cluster, fixed, dict(zip(sweep, values, strict=True))))
+        Run(
+            route,
+            dict(zip(sweep, values, strict=True)),
+            _turned(table, cluster, fixed, dict(zip(sweep, values, strict=True))),
+        )
         for values in product(*sweep.values())
         for route in routes
     ]
     if len(runs) > MAX_RUNS:
-        raise ClusterError(f"--sweep and --routes make {len(runs)} runs; at most {MAX_RUNS} are allowed")
+        raise ClusterError(
+            f"--sweep and --routes make {len(runs)} runs; at most {MAX_RUNS} are allowed"
+        )
     return runs
 
 
-def _turned(table: Mapping[str, Any], name: str, fixed: Mapping[str, str], turned: Mapping[str, str]) -> Cluster:
+def _turned(
+    table: Mapping[str, Any], name: str, fixed: Mapping[str, str], turned: Mapping[str, str]
+) -> Cluster:
     return make_cluster(table, {**fixed, **turned}, name)
 
 
 def jobs_of(trace: Sequence[TraceRequest], speed: float) -> list[Job]:
     """Arrivals ``speed`` times as fast as in the trace."""
-    return [Job(request.at_s / speed, request.input_tokens, request.output_tokens, request.prompt) for request in trace]
+    return [
+        Job(request.at_s / speed, request.input_tokens, request.output_tokens, request.prompt)
+        for request in trace
+    ]
 
 
 def study(
-    runs: Sequence[Run], jobs: Sequence[Job], options: Options, progress: Callable[[Run, int], None] = lambda run, ended: None
+    runs: Sequence[Run],
+    jobs: Sequence[Job],
+    options: Options,
+    progress: Callable[[Run, int], None] = lambda run, ended: None,
 ) -> Iterator[Finished]:
     """Run them one after another. ``progress`` hears how many requests of a run have ended."""
     for run in runs:

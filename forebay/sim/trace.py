@@ -50,7 +50,9 @@ def read_trace(path: Path, limit: int | None = None) -> list[TraceRequest]:
     try:
         lines = path.read_bytes().splitlines()
     except OSError as error:
-        raise TraceError(f"trace {path}: {error.strerror}; give a file with one JSON object a line") from error
+        raise TraceError(
+            f"trace {path}: {error.strerror}; give a file with one JSON object a line"
+        ) from error
     decode = msgspec.json.Decoder(_Line).decode
     requests: list[TraceRequest] = []
     problem, bad = "", 0
@@ -65,7 +67,9 @@ def read_trace(path: Path, limit: int | None = None) -> list[TraceRequest]:
             problem = problem or f"line {number}: {error}"
             bad += 1
     if problem:
-        raise TraceError(f"trace {path}, {problem}; {len(requests)} of {len(requests) + bad} lines are good")
+        raise TraceError(
+            f"trace {path}, {problem}; {len(requests)} of {len(requests) + bad} lines are good"
+        )
     if not requests:
         raise TraceError(f"trace {path} is empty; give a file with one JSON object a line")
     return requests
@@ -75,8 +79,12 @@ def _request(line: _Line, previous_s: float) -> TraceRequest:
     """Raises ``ValueError`` for what no line of a trace can mean."""
     blocks = -(-line.input_length // BLOCK_TOKENS)
     if len(line.hash_ids) != blocks:
-        raise ValueError(f"hash_ids has {len(line.hash_ids)} ids; a prompt of {line.input_length} tokens needs {blocks}")
+        raise ValueError(
+            f"hash_ids has {len(line.hash_ids)} ids; a prompt of {line.input_length} tokens needs {blocks}"
+        )
     at_s = line.timestamp / 1000
     if at_s < previous_s:
-        raise ValueError(f"timestamp {line.timestamp:g} is before that of the line above ({previous_s * 1000:g}); sort the trace")
+        raise ValueError(
+            f"timestamp {line.timestamp:g} is before that of the line above ({previous_s * 1000:g}); sort the trace"
+        )
     return TraceRequest(at_s, line.input_length, line.output_length, line.hash_ids)

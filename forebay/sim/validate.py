@@ -21,7 +21,12 @@ from forebay.sim.replay import Job, Options, Replay
 from forebay.sim.trace import BLOCK_TOKENS, TraceRequest
 
 SEEDS = (0, 1, 2)
-CLIENT_S = (0.005, 0.01, 0.02, 0.04)  # tried for what a client takes from one answer to its next request
+CLIENT_S = (
+    0.005,
+    0.01,
+    0.02,
+    0.04,
+)  # tried for what a client takes from one answer to its next request
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,15 +95,22 @@ def run_load(cluster: Cluster, load: Load, route: FetchRoute, seed: int) -> Meas
         if kind == "hit":
             stored += hash_chain(root, prompt(), config.page_size)
         jobs.append(Job(0.0, load.input_tokens, load.output_tokens, prompt, kind))
-    return Replay(cluster, jobs, Options(route=route, concurrency=load.concurrency, stored=stored, seed=seed)).run()
+    return Replay(
+        cluster, jobs, Options(route=route, concurrency=load.concurrency, stored=stored, seed=seed)
+    ).run()
 
 
-def figures(cluster: Cluster, load: Load, route: FetchRoute, seeds: Sequence[int] = SEEDS) -> dict[str, dict[str, float]]:
+def figures(
+    cluster: Cluster, load: Load, route: FetchRoute, seeds: Sequence[int] = SEEDS
+) -> dict[str, dict[str, float]]:
     """Mean and median TTFT in ms by kind, each the mean over seeds."""
     runs = [run_load(cluster, load, route, seed) for seed in seeds]
     found = {}
     for kind in load.kinds:
-        each = [summary_ms([row.ttft_s for row in run.served(None if kind == "all" else kind)]) for run in runs]
+        each = [
+            summary_ms([row.ttft_s for row in run.served(None if kind == "all" else kind)])
+            for run in runs
+        ]
         found[kind] = {name: statistics.fmean(one[name] for one in each) for name in STATISTICS}
     return found
 
@@ -117,7 +129,12 @@ def validate_published() -> dict[str, Any]:
             use = "fitted" if route is FetchRoute.STAGED or load.group == "miss" else "predicted"
             for name, value in zip(STATISTICS, measured, strict=True):
                 cells.append(Cell(load.group, kind, route.value, name, value, simulated[name], use))
-    return {"cluster": PUBLISHED_CLUSTER, "fitted": fitted, "tried": tried, "cells": [_as_row(cell) for cell in cells]}
+    return {
+        "cluster": PUBLISHED_CLUSTER,
+        "fitted": fitted,
+        "tried": tried,
+        "cells": [_as_row(cell) for cell in cells],
+    }
 
 
 def _fit() -> tuple[dict[str, str], list[dict[str, Any]]]:
@@ -126,8 +143,14 @@ def _fit() -> tuple[dict[str, str], list[dict[str, Any]]]:
     for client_s in CLIENT_S:
         linear_s = _fit_linear(client_s)
         for look in StagedLook:
-            dials = {"forward.linear_s": f"{linear_s:.4g}", "network.frontend_s": f"{client_s:g}", "engine.staged_look": look.value}
-            tried.append({**dials, "staged_rms_pct": round(_staged_error(_published_cluster(dials)), 2)})
+            dials = {
+                "forward.linear_s": f"{linear_s:.4g}",
+                "network.frontend_s": f"{client_s:g}",
+                "engine.staged_look": look.value,
+            }
+            tried.append(
+                {**dials, "staged_rms_pct": round(_staged_error(_published_cluster(dials)), 2)}
+            )
     best = min(tried, key=lambda entry: float(entry["staged_rms_pct"]))
     return {name: str(value) for name, value in best.items() if name != "staged_rms_pct"}, tried
 
@@ -139,7 +162,9 @@ def _fit_linear(client_s: float) -> float:
 
     def simulated(linear_s: float) -> float:
         dials = {"forward.linear_s": f"{linear_s:.6g}", "network.frontend_s": f"{client_s:g}"}
-        found = figures(_published_cluster(dials), PUBLISHED_LOADS[0], FetchRoute.TICKET, SEEDS[:1])["all"]
+        found = figures(
+            _published_cluster(dials), PUBLISHED_LOADS[0], FetchRoute.TICKET, SEEDS[:1]
+        )["all"]
         return statistics.fmean(found[name] for name in STATISTICS)
 
     low, high = 90e-6, 130e-6
@@ -160,16 +185,25 @@ def _staged_error(cluster: Cluster) -> float:
     for load in PUBLISHED_LOADS:
         for kind, simulated in figures(cluster, load, FetchRoute.STAGED, SEEDS[:1]).items():
             measured = PUBLISHED[load.group, kind]["staged"]
-            errors += [100 * (simulated[name] / value - 1) for name, value in zip(STATISTICS, measured, strict=True)]
+            errors += [
+                100 * (simulated[name] / value - 1)
+                for name, value in zip(STATISTICS, measured, strict=True)
+            ]
     return math.sqrt(statistics.fmean(error * error for error in errors))
 
 
 def _published_cluster(dials: Mapping[str, str]) -> Cluster:
-    return make_cluster(read_table(PUBLISHED_CLUSTER), {**PUBLISHED_DIALS, **dials}, PUBLISHED_CLUSTER)
+    return make_cluster(
+        read_table(PUBLISHED_CLUSTER), {**PUBLISHED_DIALS, **dials}, PUBLISHED_CLUSTER
+    )
 
 
 def _as_row(cell: Cell) -> dict[str, Any]:
-    return {**asdict(cell), "simulated_ms": round(cell.simulated_ms, 1), "error_pct": round(cell.error_pct, 1)}
+    return {
+        **asdict(cell),
+        "simulated_ms": round(cell.simulated_ms, 1),
+        "error_pct": round(cell.error_pct, 1),
+    }
 
 
 # ---------------------------------------------------------------------------------------------- bench ttft
@@ -188,8 +222,14 @@ def validate_bench(document: Mapping[str, Any], cluster: str) -> list[dict[str, 
     try:
         about, groups = document["config"], document["groups"]
         if about.get("rate") is not None or about.get("utilisation") is not None:
-            raise ClusterError("this bench ttft document has an open load; only those with --concurrency can be compared")
-        dials = {dial: str(about[name]) for name, dial in BENCH_DIALS.items() if about.get(name) is not None}
+            raise ClusterError(
+                "this bench ttft document has an open load; only those with --concurrency can be compared"
+            )
+        dials = {
+            dial: str(about[name])
+            for name, dial in BENCH_DIALS.items()
+            if about.get(name) is not None
+        }
         rounds = int(about.get("rounds", 1))
         cells = []
         for route in about["routes"]:
@@ -197,23 +237,44 @@ def validate_bench(document: Mapping[str, Any], cluster: str) -> list[dict[str, 
             host_mode = mode or about.get("host_mode") or HostMode.CACHE.value
             twin = make_cluster(table, {**dials, "engine.host_mode": str(host_mode)}, cluster)
             for group in about["groups"]:
-                load = Load(group, about["input_len"], about["output_len"], about["requests"] // rounds, about["concurrency"])
+                load = Load(
+                    group,
+                    about["input_len"],
+                    about["output_len"],
+                    about["requests"] // rounds,
+                    about["concurrency"],
+                )
                 simulated = figures(twin, load, FetchRoute(name))
-                cells += [cell for entry in groups for cell in _bench_cells(entry, route, load, simulated)]
+                cells += [
+                    cell for entry in groups for cell in _bench_cells(entry, route, load, simulated)
+                ]
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         if isinstance(error, ClusterError):
             raise
-        raise ClusterError(f"this is no document of `forebay bench ttft --json` ({type(error).__name__}: {error})") from error
+        raise ClusterError(
+            f"this is no document of `forebay bench ttft --json` ({type(error).__name__}: {error})"
+        ) from error
     return [_as_row(cell) for cell in cells]
 
 
-def _bench_cells(entry: Mapping[str, Any], route: str, load: Load, simulated: Mapping[str, Mapping[str, float]]) -> list[Cell]:
+def _bench_cells(
+    entry: Mapping[str, Any], route: str, load: Load, simulated: Mapping[str, Mapping[str, float]]
+) -> list[Cell]:
     """In a group of one kind, that kind's row says what the row of all says."""
     kind = entry["kind"]
     if entry["route"] != route or entry["group"] != load.group or kind not in load.kinds:
         return []
     return [
-        Cell(load.group, kind, route, name, float(entry["ttft_ms"][name]), simulated[kind][name], "predicted") for name in STATISTICS
+        Cell(
+            load.group,
+            kind,
+            route,
+            name,
+            float(entry["ttft_ms"][name]),
+            simulated[kind][name],
+            "predicted",
+        )
+        for name in STATISTICS
     ]
 
 

@@ -12,4 +12,14 @@ from forebay.store.backends import StoreURLError, open_store
 from forebay.store.client.aio import AsyncStoreClient
 from forebay.store.client.store import StoreClient
 
-__all__ = ["AsyncStoreClient", "GetItem", "Health", "PageStore", "PutItem", "Status", "StoreClient", "StoreURLError", "open_store"]
+__all__ = [
+    "AsyncStoreClient",
+    "GetItem",
+    "Health",
+    "PageStore",
+    "PutItem",
+    "Status",
+    "StoreClient",
+    "StoreURLError",
+    "open_store",
+]

@@ -21,12 +21,19 @@ class Address:
     @classmethod
     def parse(cls, text: str, default_port: int | None = None) -> "Address":
         """``host:port``, ``[v6]:port``, with or without ``forebay://`` in front. Raises ``AddressError``."""
-        bare = text.removeprefix("forebay://").removeprefix("forebay+tls://").removeprefix("tcp://").rstrip("/")
+        bare = (
+            text.removeprefix("forebay://")
+            .removeprefix("forebay+tls://")
+            .removeprefix("tcp://")
+            .rstrip("/")
+        )
         host, colon, port = bare.rpartition(":")
         if not colon and default_port is not None:
             host, port = bare, str(default_port)
         if not host or not port.isdecimal() or int(port) > 65535:
-            raise AddressError(f"{text!r} is no address; write it as HOST:PORT, such as 127.0.0.1:7001")
+            raise AddressError(
+                f"{text!r} is no address; write it as HOST:PORT, such as 127.0.0.1:7001"
+            )
         return cls(host.strip("[]"), int(port))
 
 
@@ -45,10 +52,14 @@ class StoreUrl:
         where, _, query = url.partition("?")
         scheme, found, places = where.partition("://")
         if not found or scheme not in ("forebay", "forebay+tls"):
-            raise AddressError(f"{url!r} is no store of masters; write it as forebay://HOST:PORT or forebay+tls://HOST:PORT")
+            raise AddressError(
+                f"{url!r} is no store of masters; write it as forebay://HOST:PORT or forebay+tls://HOST:PORT"
+            )
         name, _, ca = query.partition("=")
         if query and (scheme != "forebay+tls" or name != "ca" or not ca):
-            raise AddressError(f"{url!r}: unknown option {query!r}; only ca=FILE, of forebay+tls://, is known")
+            raise AddressError(
+                f"{url!r}: unknown option {query!r}; only ca=FILE, of forebay+tls://, is known"
+            )
         masters = tuple(Address.parse(part, default_port) for part in places.rstrip("/").split(","))
         if len(set(masters)) < len(masters):
             raise AddressError(f"{url!r} names a master twice")

@@ -76,7 +76,15 @@ class StoreUse:
 class PageStore(Protocol):
     """What the engine asks of L3. Thread-safe; the data path releases the GIL."""
 
-    def match_prefix(self, keys: Sequence[bytes], parts: Sequence[bytes], *, hint: bool, timeout_s: float, group: bytes = b"") -> int:
+    def match_prefix(
+        self,
+        keys: Sequence[bytes],
+        parts: Sequence[bytes],
+        *,
+        hint: bool,
+        timeout_s: float,
+        group: bytes = b"",
+    ) -> int:
         """How many leading ``keys``, all of ``group``, have *every* one of ``parts``. ``hint``: they will be read soon, bring them
         nearer.
 

@@ -107,8 +107,15 @@ def run(config: BenchConfig) -> dict[str, Any]:
     rows = _memory_rows(config) if "dram" in config.tiers else []
     rows += _ssd_rows(config) if "ssd" in config.tiers else []
     return {
-        "config": {"footprint": config.footprint, "rounds": config.rounds, "sizes": config.sizes, "batches": config.batches},
-        "floors": {f"{row.where}/{row.tier}/{row.op}/{row.size}x{row.batch}": row.floor for row in rows},
+        "config": {
+            "footprint": config.footprint,
+            "rounds": config.rounds,
+            "sizes": config.sizes,
+            "batches": config.batches,
+        },
+        "floors": {
+            f"{row.where}/{row.tier}/{row.op}/{row.size}x{row.batch}": row.floor for row in rows
+        },
         "rows": [vars(row) for row in rows],
         "prefetch": [],
     }
@@ -118,10 +125,15 @@ def _memory_rows(config: BenchConfig) -> list[Row]:
     """A store of its own for each size: what is removed while leased keeps its memory for a while."""
     rows: list[Row] = []
     dram = str(max(config.footprint, 40 * max(config.sizes)) + config.footprint // 4)
-    with RawPeer(max(config.footprint, 40 * max(config.sizes))) as raw, opened(config.peers, int(dram)) as peers:
+    with (
+        RawPeer(max(config.footprint, 40 * max(config.sizes))) as raw,
+        opened(config.peers, int(dram)) as peers,
+    ):
         for size in config.sizes:
             with (
-                store_process("--dram", dram, "--high-watermark", "1", "--low-watermark", "1") as url,
+                store_process(
+                    "--dram", dram, "--high-watermark", "1", "--low-watermark", "1"
+                ) as url,
                 StoreClient.connect(url, timeout_s=30.0) as local,
                 StoreClient.connect(url, timeout_s=30.0, allow_local=False) as tcp,
             ):
@@ -136,7 +148,9 @@ def _memory_rows(config: BenchConfig) -> list[Row]:
     return rows
 
 
-def _put_rows(config: BenchConfig, clients: dict[str, StoreClient], peers: Peers, size: int) -> list[Row]:
+def _put_rows(
+    config: BenchConfig, clients: dict[str, StoreClient], peers: Peers, size: int
+) -> list[Row]:
     """Half of the keys are put locally, half over TCP, in batches of 32; peers get all; the floor is a copy."""
     keys = keys_for(size, config.footprint)
     source = np.random.default_rng(size).integers(0, 255, size, dtype=np.uint8)
@@ -154,7 +168,19 @@ def _put_rows(config: BenchConfig, clients: dict[str, StoreClient], peers: Peers
         for _ in range(min(len(some), 64)):
             np.copyto(target, source)
         floor = min(len(some), 64) * size / (time.perf_counter() - begun) / 1e9
-        rows.append(Row("put_from", size, 32, where, "dram", rate, floor, "GB/s", _peers_put(peers, where, keys, source)))
+        rows.append(
+            Row(
+                "put_from",
+                size,
+                32,
+                where,
+                "dram",
+                rate,
+                floor,
+                "GB/s",
+                _peers_put(peers, where, keys, source),
+            )
+        )
     return rows
 
 
@@ -169,7 +195,14 @@ def _peers_put(peers: Peers, where: str, keys: list[bytes], source: Bytes) -> di
     return rates
 
 
-def _get_rows(config: BenchConfig, clients: dict[str, StoreClient], peers: Peers, raw: "RawPeer", size: int, batch: int) -> list[Row]:
+def _get_rows(
+    config: BenchConfig,
+    clients: dict[str, StoreClient],
+    peers: Peers,
+    raw: "RawPeer",
+    size: int,
+    batch: int,
+) -> list[Row]:
     keys = keys_for(size, config.footprint)
     buffers = [np.zeros(size, np.uint8) for _ in range(batch)]
     flat = raw.flat
@@ -202,11 +235,35 @@ def _get_rows(config: BenchConfig, clients: dict[str, StoreClient], peers: Peers
         contenders[f"{where}/{name}"] = partial(get_from, peer)
     medians = interleaved(contenders, config, size * batch)
     rate = {name: size * batch / seconds / 1e9 for name, seconds in medians.items()}
-    beside = {at: {name: rate[f"{where}/{name}"] for where, name in peers if where == at} for at in ("local", "tcp")}
+    beside = {
+        at: {name: rate[f"{where}/{name}"] for where, name in peers if where == at}
+        for at in ("local", "tcp")
+    }
     paced = {"raw_socket_as_the_machine_has_it": rate["paced"]}
     rows = [
-        Row("get_into", size, batch, "local", "dram", rate["local"], rate["copy"], "GB/s", beside["local"]),
-        Row("get_into", size, batch, "tcp", "dram", rate["tcp"], rate["raw"], "GB/s", beside["tcp"], paced),
+        Row(
+            "get_into",
+            size,
+            batch,
+            "local",
+            "dram",
+            rate["local"],
+            rate["copy"],
+            "GB/s",
+            beside["local"],
+        ),
+        Row(
+            "get_into",
+            size,
+            batch,
+            "tcp",
+            "dram",
+            rate["tcp"],
+            rate["raw"],
+            "GB/s",
+            beside["tcp"],
+            paced,
+        ),
     ]
     if batch == 1:
         singles = {
@@ -216,15 +273,32 @@ def _get_rows(config: BenchConfig, clients: dict[str, StoreClient], peers: Peers
         }
         p50 = interleaved(singles, config, size)
         in_us = {name: medians[f"tcp/{name}"] * 1e6 for where, name in peers if where == "tcp"}
-        rows.append(Row("get", size, 1, "tcp", "dram", p50["get"] * 1e6, (p50["raw"] + p50["ping"]) * 1e6, "us_p50", in_us))
+        rows.append(
+            Row(
+                "get",
+                size,
+                1,
+                "tcp",
+                "dram",
+                p50["get"] * 1e6,
+                (p50["raw"] + p50["ping"]) * 1e6,
+                "us_p50",
+                in_us,
+            )
+        )
     return rows
 
 
-def _exists_rows(config: BenchConfig, client: StoreClient, peers: Peers, raw: "RawPeer") -> list[Row]:
+def _exists_rows(
+    config: BenchConfig, client: StoreClient, peers: Peers, raw: "RawPeer"
+) -> list[Row]:
     """128 keys a call: one call after another, and four threads' calls at once (a row of its own, ``batch`` 4 x 128)."""
     keys = [b"exists-%d" % index for index in range(128)]
     client.put_from(keys, [b"x"] * len(keys))
-    contenders: dict[str, Callable[[], object]] = {"exists": lambda: _must(all(client.exists(keys))), "ping": raw.ping}
+    contenders: dict[str, Callable[[], object]] = {
+        "exists": lambda: _must(all(client.exists(keys))),
+        "ping": raw.ping,
+    }
     for (where, name), peer in peers.items():
         peer.put(keys, np.ones(1, np.uint8))
         if where == "tcp":
@@ -304,19 +378,33 @@ def _ssd_reads(config: BenchConfig, client: StoreClient, size: int, path: Path) 
     try:
         for batch in config.batches:
             buffers = [np.zeros(size, np.uint8) for _ in range(batch)]
-            small, huge = memoryview(mmap.mmap(-1, size)), aligned_buffer(max(size, HUGE_PAGE_BYTES))[:size]
-            places, blocks = itertools.cycle(range(0, len(cold) - batch + 1, batch)), itertools.cycle(range(len(keys)))
+            small, huge = (
+                memoryview(mmap.mmap(-1, size)),
+                aligned_buffer(max(size, HUGE_PAGE_BYTES))[:size],
+            )
+            places, blocks = (
+                itertools.cycle(range(0, len(cold) - batch + 1, batch)),
+                itertools.cycle(range(len(keys))),
+            )
 
-            def get(batch: int = batch, buffers: list[Bytes] = buffers, places: Iterator[int] = places) -> None:
+            def get(
+                batch: int = batch, buffers: list[Bytes] = buffers, places: Iterator[int] = places
+            ) -> None:
                 at = next(places)
                 if any(client.get_into(cold[at : at + batch], [buffer.data for buffer in buffers])):
                     raise BenchError("a read from SSD failed")
 
-            def direct(block: memoryview, batch: int = batch, blocks: Iterator[int] = blocks) -> None:
+            def direct(
+                block: memoryview, batch: int = batch, blocks: Iterator[int] = blocks
+            ) -> None:
                 for _ in range(batch):
                     os.preadv(fd, [block], next(blocks) * size)
 
-            contenders: dict[str, Callable[[], object]] = {"get": get, "direct": partial(direct, small), "huge": partial(direct, huge)}
+            contenders: dict[str, Callable[[], object]] = {
+                "get": get,
+                "direct": partial(direct, small),
+                "huge": partial(direct, huge),
+            }
             medians = interleaved(contenders, config, size * batch)
             rate = {name: size * batch / seconds / 1e9 for name, seconds in medians.items()}
             row = Row("get_into", size, batch, "local", "ssd", rate["get"], rate["direct"], "GB/s")
@@ -357,7 +445,13 @@ while True:
     def __init__(self, footprint: int) -> None:
         self.flat: Bytes = np.random.default_rng(1).integers(0, 255, footprint, dtype=np.uint8)
         with socket.create_server(("127.0.0.1", 0)) as listener:
-            command = [sys.executable, "-c", self._CODE, str(listener.getsockname()[1]), str(footprint)]
+            command = [
+                sys.executable,
+                "-c",
+                self._CODE,
+                str(listener.getsockname()[1]),
+                str(footprint),
+            ]
             self._child = subprocess.Popen(command)
             self._paced, self._unpaced = listener.accept()[0], listener.accept()[0]
         for connected in (self._paced, self._unpaced):
@@ -390,7 +484,9 @@ def _ask(connected: socket.socket, size: int, count: int) -> None:
     connected.sendall(size.to_bytes(8, "little") + count.to_bytes(8, "little") + bytes(48))
 
 
-def interleaved(contenders: Mapping[str, Callable[[], object]], config: BenchConfig, call_bytes: int) -> dict[str, float]:
+def interleaved(
+    contenders: Mapping[str, Callable[[], object]], config: BenchConfig, call_bytes: int
+) -> dict[str, float]:
     """Median seconds of one call of each contender, over rounds in which they take turns; the first round warms up."""
     calls = max(3, min(400, config.round_bytes // call_bytes))
     seconds: dict[str, list[float]] = {name: [] for name in contenders}

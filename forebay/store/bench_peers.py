@@ -76,7 +76,9 @@ def opened(names: Sequence[str], footprint: int) -> Iterator[dict[tuple[str, str
             peers["tcp", "redis"] = stack.enter_context(_redis())
         if "mooncake" in names:
             for where in ("local", "tcp"):
-                peers[where, "mooncake"] = stack.enter_context(_mooncake(footprint + (256 << 20), in_process=where == "local"))
+                peers[where, "mooncake"] = stack.enter_context(
+                    _mooncake(footprint + (256 << 20), in_process=where == "local")
+                )
         yield peers
 
 
@@ -107,7 +109,9 @@ class RedisPeer:
             for key in keys:
                 pipe.get(key)
             values = pipe.execute()
-        if any(len(value or b"") != len(buffer) for value, buffer in zip(values, buffers, strict=True)):
+        if any(
+            len(value or b"") != len(buffer) for value, buffer in zip(values, buffers, strict=True)
+        ):
             raise PeerError("redis lost a key; it has too little memory here")
 
     def exists(self, keys: Sequence[bytes]) -> bool:
@@ -124,10 +128,24 @@ class RedisPeer:
 def _redis() -> Iterator[RedisPeer]:
     redis = importlib.import_module("redis")
     port = _free_port()
-    command = ["redis-server", "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no", "--loglevel", "warning"]
+    command = [
+        "redis-server",
+        "--port",
+        str(port),
+        "--bind",
+        "127.0.0.1",
+        "--save",
+        "",
+        "--appendonly",
+        "no",
+        "--loglevel",
+        "warning",
+    ]
     with tempfile.TemporaryDirectory() as directory, _running(command, Path(directory)) as alive:
         client = redis.Redis(port=port, protocol=2)
-        _wait("redis-server", alive, lambda: _answers(client.ping, redis.exceptions.ConnectionError))
+        _wait(
+            "redis-server", alive, lambda: _answers(client.ping, redis.exceptions.ConnectionError)
+        )
         try:
             yield RedisPeer(client)
         finally:
@@ -148,7 +166,9 @@ class MooncakePeer:
             self.use([source])
             self._source = source
         count = len(keys)
-        codes = self._store.batch_put_from(_names(keys), [source.ctypes.data] * count, [source.nbytes] * count)
+        codes = self._store.batch_put_from(
+            _names(keys), [source.ctypes.data] * count, [source.nbytes] * count
+        )
         if any(codes):
             raise PeerError(f"mooncake refused a put: {sorted(set(codes))}")
 
@@ -156,11 +176,18 @@ class MooncakePeer:
         for buffer in buffers:
             if buffer.ctypes.data not in self._used:
                 self._store.register_buffer(buffer.ctypes.data, buffer.nbytes)
-                self._used[buffer.ctypes.data] = buffer  # its memory must stay for as long as it is registered
+                self._used[buffer.ctypes.data] = (
+                    buffer  # its memory must stay for as long as it is registered
+                )
 
     def get(self, keys: Sequence[bytes], buffers: Sequence[Bytes]) -> None:
         sizes = [buffer.nbytes for buffer in buffers]
-        if self._store.batch_get_into(_names(keys), [buffer.ctypes.data for buffer in buffers], sizes) != sizes:
+        if (
+            self._store.batch_get_into(
+                _names(keys), [buffer.ctypes.data for buffer in buffers], sizes
+            )
+            != sizes
+        ):
             raise PeerError("mooncake did not give a key that it took")
 
     def exists(self, keys: Sequence[bytes]) -> bool:
@@ -185,10 +212,21 @@ def _mooncake(size: int, *, in_process: bool) -> Iterator[MooncakePeer]:
     os.environ.setdefault("MC_TCP_BIND_ADDRESS", "127.0.0.1")
     os.environ.setdefault("GLOG_minloglevel", "3")  # it talks a lot
     module: Any = importlib.import_module("mooncake.store")
-    program = shutil.which("mooncake_master") or str(Path(sys.executable).with_name("mooncake_master"))
-    program = program if Path(program).exists() else str(Path(module.__file__).parents[4] / "bin" / "mooncake_master")
+    program = shutil.which("mooncake_master") or str(
+        Path(sys.executable).with_name("mooncake_master")
+    )
+    program = (
+        program
+        if Path(program).exists()
+        else str(Path(module.__file__).parents[4] / "bin" / "mooncake_master")
+    )
     port, metrics = _free_port(), _free_port()
-    command = [program, f"--rpc_port={port}", "--rpc_address=127.0.0.1", f"--metrics_port={metrics}"]
+    command = [
+        program,
+        f"--rpc_port={port}",
+        "--rpc_address=127.0.0.1",
+        f"--metrics_port={metrics}",
+    ]
     with contextlib.ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         alive = stack.enter_context(_running(command, directory))
@@ -200,7 +238,9 @@ def _mooncake(size: int, *, in_process: bool) -> Iterator[MooncakePeer]:
             _wait("mooncake's segment", alive, lambda: "up 0" in said.read_text(errors="replace"))
         store = module.MooncakeDistributedStore()
         own = size if in_process else 0
-        if store.setup("127.0.0.1", "P2PHANDSHAKE", own, MOONCAKE_BUFFER_BYTES, "tcp", "", f"127.0.0.1:{port}"):
+        if store.setup(
+            "127.0.0.1", "P2PHANDSHAKE", own, MOONCAKE_BUFFER_BYTES, "tcp", "", f"127.0.0.1:{port}"
+        ):
             raise PeerError("mooncake's client cannot be set up here; leave --peer mooncake out")
         try:
             yield MooncakePeer(store)
@@ -219,7 +259,9 @@ def _names(keys: Sequence[bytes]) -> list[str]:
 def _running(command: list[str], directory: Path) -> Iterator[Callable[[], bool]]:
     """A process that is ended afterwards, and whether it lives; what it says goes to ``directory``."""
     with (directory / "said").open("wb") as said:
-        child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=said, stderr=said, cwd=directory)
+        child = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=said, stderr=said, cwd=directory
+        )
     try:
         yield lambda: child.poll() is None
     finally:

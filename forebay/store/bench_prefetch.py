@@ -56,7 +56,11 @@ class Arm:
     def figures(self) -> dict[str, float]:
         ordered = sorted(self.seconds)
         p99 = ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))]
-        return {"p50": statistics.median(ordered) * 1e3, "mean": statistics.fmean(ordered) * 1e3, "p99": p99 * 1e3}
+        return {
+            "p50": statistics.median(ordered) * 1e3,
+            "mean": statistics.fmean(ordered) * 1e3,
+            "p99": p99 * 1e3,
+        }
 
 
 def run(config: PrefetchBench) -> list[dict[str, Any]]:
@@ -92,8 +96,13 @@ def _cold(config: PrefetchBench, concurrency: int) -> tuple[Arm, Arm]:
     """Off and on: every page from SSD, and read once."""
     a_turn = config.requests + concurrency
     arms = (Arm(), Arm())
-    with _store(config, f"off-{concurrency}", config.dram) as without, _store(config, f"on-{concurrency}", config.dram) as having:
-        groups = [_cold_groups(config, client, len(TURNS) // 2 * a_turn) for client in (without, having)]
+    with (
+        _store(config, f"off-{concurrency}", config.dram) as without,
+        _store(config, f"on-{concurrency}", config.dram) as having,
+    ):
+        groups = [
+            _cold_groups(config, client, len(TURNS) // 2 * a_turn) for client in (without, having)
+        ]
         for hint in TURNS:
             turn, groups[hint] = groups[hint][:a_turn], groups[hint][a_turn:]
             _measure(config, having if hint else without, turn, concurrency, hint, arms[hint])
@@ -116,16 +125,39 @@ def _roomy(config: PrefetchBench, concurrency: int) -> tuple[Arm, Arm]:
 def _store(config: PrefetchBench, name: str, dram: int) -> Iterator[StoreClient]:
     """A client of a fresh store with a log of its own."""
     log = config.directory / name
-    sizes = ("--dram", str(dram), "--ssd", str(log), "--ssd-size", str(4 * config.data), "--fsync", "never")
-    flags = ("--high-watermark", "1", "--low-watermark", "0.97", "--lease-s", "0.5", "--ssd-prefetch")
+    sizes = (
+        "--dram",
+        str(dram),
+        "--ssd",
+        str(log),
+        "--ssd-size",
+        str(4 * config.data),
+        "--fsync",
+        "never",
+    )
+    flags = (
+        "--high-watermark",
+        "1",
+        "--low-watermark",
+        "0.97",
+        "--lease-s",
+        "0.5",
+        "--ssd-prefetch",
+    )
     options = PrefetchOptions(enabled=True, hint_window_s=0.5)
-    with store_process(*sizes, *flags) as url, StoreClient.connect(url, timeout_s=60.0, prefetch=options) as client:
+    with (
+        store_process(*sizes, *flags) as url,
+        StoreClient.connect(url, timeout_s=60.0, prefetch=options) as client,
+    ):
         yield client
     shutil.rmtree(log)
 
 
 def _groups(config: PrefetchBench, keys: list[bytes]) -> list[list[bytes]]:
-    groups = [keys[start : start + config.pages] for start in range(0, len(keys) - config.pages + 1, config.pages)]
+    groups = [
+        keys[start : start + config.pages]
+        for start in range(0, len(keys) - config.pages + 1, config.pages)
+    ]
     Random(config.seed).shuffle(groups)
     return groups
 
@@ -140,7 +172,14 @@ def _cold_groups(config: PrefetchBench, client: StoreClient, count: int) -> list
     return groups[:count]
 
 
-def _measure(config: PrefetchBench, client: StoreClient, groups: list[list[bytes]], concurrency: int, hint: bool, arm: Arm) -> None:
+def _measure(
+    config: PrefetchBench,
+    client: StoreClient,
+    groups: list[list[bytes]],
+    concurrency: int,
+    hint: bool,
+    arm: Arm,
+) -> None:
     buffers = [np.zeros(config.page, np.uint8) for _ in range(config.pages)]
     views = [buffer.data for buffer in buffers]
     arriving, queue = deque(groups), deque[list[bytes]]()
@@ -175,14 +214,21 @@ def _fill(config: PrefetchBench, client: StoreClient) -> list[bytes]:
         some = keys[start : start + 16]
         if set(client.put_from(some, [source.data] * len(some))) - {Status.OK}:
             raise BenchError("the store could not be filled")
-    wait_until(lambda: all(Tier.SSD in tiers for tiers in client.tiers(keys)), "all pages are logged")
+    wait_until(
+        lambda: all(Tier.SSD in tiers for tiers in client.tiers(keys)), "all pages are logged"
+    )
     return keys
 
 
 def _dram_seconds(config: PrefetchBench) -> float:
     """Mean time of the same read from DRAM."""
-    with store_process("--dram", str(config.dram)) as url, StoreClient.connect(url, timeout_s=60.0) as client:
-        groups = [[b"g%d-%d" % (group, page) for page in range(config.pages)] for group in range(16)]
+    with (
+        store_process("--dram", str(config.dram)) as url,
+        StoreClient.connect(url, timeout_s=60.0) as client,
+    ):
+        groups = [
+            [b"g%d-%d" % (group, page) for page in range(config.pages)] for group in range(16)
+        ]
         source = np.random.default_rng(config.seed).integers(0, 255, config.page, dtype=np.uint8)
         for group in groups:
             client.put_from(group, [source.data] * len(group))

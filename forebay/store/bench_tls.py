@@ -13,7 +13,15 @@ from typing import Any
 import numpy as np
 
 from forebay.store.backend import Status
-from forebay.store.bench import BenchConfig, BenchError, Row, chunks, interleaved, keys_for, store_process
+from forebay.store.bench import (
+    BenchConfig,
+    BenchError,
+    Row,
+    chunks,
+    interleaved,
+    keys_for,
+    store_process,
+)
 from forebay.store.client.store import StoreClient
 
 PUT_BATCH = 32
@@ -27,7 +35,14 @@ def run(config: BenchConfig, certificate: Path, key: Path) -> dict[str, Any]:
         sizes = ("--dram", str(2 * footprint), "--high-watermark", "1", "--low-watermark", "1")
         with (
             store_process(*sizes) as plain_url,
-            store_process(*sizes, "--tls-cert", str(certificate), "--tls-key", str(key), query=f"?ca={certificate}") as tls_url,
+            store_process(
+                *sizes,
+                "--tls-cert",
+                str(certificate),
+                "--tls-key",
+                str(key),
+                query=f"?ca={certificate}",
+            ) as tls_url,
             StoreClient.connect(plain_url, timeout_s=30.0, allow_local=False) as plain,
             StoreClient.connect(tls_url, timeout_s=30.0, allow_local=False) as tls,
         ):
@@ -35,8 +50,15 @@ def run(config: BenchConfig, certificate: Path, key: Path) -> dict[str, Any]:
             rows.append(_put_row(plain, tls, keys, size))
             rows += [_get_row(config, plain, tls, keys, size, batch) for batch in config.batches]
     return {
-        "config": {"footprint": config.footprint, "rounds": config.rounds, "sizes": config.sizes, "batches": config.batches},
-        "floors": {f"{row.where}/{row.tier}/{row.op}/{row.size}x{row.batch}": row.floor for row in rows},
+        "config": {
+            "footprint": config.footprint,
+            "rounds": config.rounds,
+            "sizes": config.sizes,
+            "batches": config.batches,
+        },
+        "floors": {
+            f"{row.where}/{row.tier}/{row.op}/{row.size}x{row.batch}": row.floor for row in rows
+        },
         "rows": [vars(row) for row in rows],
         "prefetch": [],
     }
@@ -55,7 +77,14 @@ def _put_row(plain: StoreClient, tls: StoreClient, keys: list[bytes], size: int)
     return Row("put_from", size, PUT_BATCH, "tcp+tls", "dram", inside, without, "GB/s")
 
 
-def _get_row(config: BenchConfig, plain: StoreClient, tls: StoreClient, keys: list[bytes], size: int, batch: int) -> Row:
+def _get_row(
+    config: BenchConfig,
+    plain: StoreClient,
+    tls: StoreClient,
+    keys: list[bytes],
+    size: int,
+    batch: int,
+) -> Row:
     buffers = [np.zeros(size, np.uint8).data for _ in range(batch)]
 
     def get(client: StoreClient, places: Iterator[int]) -> None:

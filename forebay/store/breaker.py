@@ -126,7 +126,9 @@ class Breaker:
             return
         if ok:
             self.state = State.CLOSED
-            self._pause_s = min(2 * self._pause_s, PAUSE_MAX_S)  # in case that it opens again before a call went well
+            self._pause_s = min(
+                2 * self._pause_s, PAUSE_MAX_S
+            )  # in case that it opens again before a call went well
             self._transitions.append(Transition(True, self.reason, now - self._opened_at))
         else:
             self.state, self.reason = State.OPEN, why

@@ -96,7 +96,9 @@ def _value_counts(files: Directory, fd: int, found: Found, one: FileReport) -> b
     if value_is_good(files, fd, found):
         return True
     one.bad_values += 1
-    one.damaged.append(f"at {found.position}: the value of {found.head.key!r} does not match its CRC32C (a read is a miss)")
+    one.damaged.append(
+        f"at {found.position}: the value of {found.head.key!r} does not match its CRC32C (a read is a miss)"
+    )
     return False
 
 
@@ -104,10 +106,14 @@ def _note_damage(one: FileReport, damage: Damage) -> None:
     if damage.tail:
         one.cut_bytes = damage.bytes
     else:
-        one.damaged.append(f"at {damage.position}: {damage.bytes} bytes are no record: {damage.why} (skipped)")
+        one.damaged.append(
+            f"at {damage.position}: {damage.bytes} bytes are no record: {damage.why} (skipped)"
+        )
 
 
-def _count(report: Report, newest: dict[tuple[str, bytes], list[tuple[int, int]]], graves: list[Grave]) -> None:
+def _count(
+    report: Report, newest: dict[tuple[str, bytes], list[tuple[int, int]]], graves: list[Grave]
+) -> None:
     by_place: dict[tuple[str, bytes], list[Grave]] = {}
     for grave in graves:
         if not grave.behalf:
@@ -115,7 +121,9 @@ def _count(report: Report, newest: dict[tuple[str, bytes], list[tuple[int, int]]
     report.tombstones = len(set(graves))
     for place, records in newest.items():
         alive = {
-            generation: size for generation, size in records if not any(covers(grave, generation) for grave in by_place.get(place, ()))
+            generation: size
+            for generation, size in records
+            if not any(covers(grave, generation) for grave in by_place.get(place, ()))
         }
         report.dead += len(records) - (1 if alive else 0)
         if alive:

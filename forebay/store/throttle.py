@@ -26,7 +26,9 @@ class State(IntEnum):
 
 
 _NEXT: dict[State, frozenset[State]] = {
-    State.TRIGGERED: frozenset({State.IN_FLIGHT, State.ALREADY_RESIDENT, State.DELEGATED, State.FAILED}),
+    State.TRIGGERED: frozenset(
+        {State.IN_FLIGHT, State.ALREADY_RESIDENT, State.DELEGATED, State.FAILED}
+    ),
     State.IN_FLIGHT: frozenset({State.IN_FLIGHT, State.COMPLETED, State.FAILED}),
 }
 
@@ -34,7 +36,12 @@ _NEXT: dict[State, frozenset[State]] = {
 class PrefetchThrottle:
     """Times are the caller's monotonic seconds. Thread-safe."""
 
-    def __init__(self, dedup_ttl_s: float = 30.0, cooldown_s: float = 5.0, max_keys_per_shard: int = MAX_KEYS_PER_SHARD) -> None:
+    def __init__(
+        self,
+        dedup_ttl_s: float = 30.0,
+        cooldown_s: float = 5.0,
+        max_keys_per_shard: int = MAX_KEYS_PER_SHARD,
+    ) -> None:
         self.dedup_ttl_s = dedup_ttl_s
         self.cooldown_s = cooldown_s
         self._max_keys = max_keys_per_shard
@@ -43,7 +50,9 @@ class PrefetchThrottle:
         self._entered = [[0] * len(State) for _ in range(SHARDS)]
         self._cooling_until = 0.0
 
-    def admit(self, keys: Sequence[bytes], now: float, *, despite_cooldown: bool = False) -> list[bytes]:
+    def admit(
+        self, keys: Sequence[bytes], now: float, *, despite_cooldown: bool = False
+    ) -> list[bytes]:
         """The keys that may be prefetched now, in their order; they are TRIGGERED from here on.
 
         ``despite_cooldown``: a read is waiting for them, so the global cooldown is ignored (and nothing else).

@@ -48,7 +48,11 @@ async def serve(roles: Roles, started: Callable[[Running], None], ended: asyncio
             running.master = MasterServer(roles.master, roles.listen, roles.secrets, roles.tls)
             await running.master.start()
         for config in roles.holders:
-            ours = replace(config, master=running.master.address) if running.master is not None else config
+            ours = (
+                replace(config, master=running.master.address)
+                if running.master is not None
+                else config
+            )
             holder = Holder(ours, roles.secrets, beside=running.master)
             await holder.start()
             running.holders.append(holder)
@@ -85,6 +89,8 @@ def run(roles: Roles, started: Callable[[Running], None]) -> None:
 
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # the default soft limit is often 1,024
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    gc.set_threshold(100_000, 20, 50)  # the master's tables are large, live long, and are freed by counting
+    gc.set_threshold(
+        100_000, 20, 50
+    )  # the master's tables are large, live long, and are freed by counting
     with contextlib.suppress(KeyboardInterrupt):
         uvloop.run(main())

@@ -21,11 +21,15 @@ def pipelined() -> dict[str, list[Span]]:
     return {
         "planner": [Span(SpanKind.PLAN, index, 1, index, CHUNK) for index in range(TOGETHER)],
         "rank 0": [forward(index, begins[index], seconds[index]) for index in range(TOGETHER)],
-        "rank 1": [forward(index, begins[index + 1], seconds[index + 1]) for index in range(TOGETHER)],
+        "rank 1": [
+            forward(index, begins[index + 1], seconds[index + 1]) for index in range(TOGETHER)
+        ],
     }
 
 
-def test_what_stages_cost_each_other_is_what_their_passes_took_longer_while_they_overlapped() -> None:
+def test_what_stages_cost_each_other_is_what_their_passes_took_longer_while_they_overlapped() -> (
+    None
+):
     assert _contention(pipelined(), MEASURED, 0) == pytest.approx(SLOWER_S / ALONE_S - 1.0)
 
 

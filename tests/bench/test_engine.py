@@ -33,7 +33,13 @@ def check_memory(rows: list[dict[str, int]], ranks: int) -> None:
 
 @pytest.mark.slow
 def test_the_document_has_a_row_for_each_figure_and_hits_are_cheaper_than_cold() -> None:
-    result = run("demo", resolve({"pp": 2, "threads_per_rank": 1, "store": "none"}, environment={}), None, 1, print)
+    result = run(
+        "demo",
+        resolve({"pp": 2, "threads_per_rank": 1, "store": "none"}, environment={}),
+        None,
+        1,
+        print,
+    )
     rows = {f"{row['what']}/{row['tokens']}x{row['batch']}": row for row in result["rows"]}
     assert set(rows) == {
         "cold_ttft/512x1", "cold_ttft/2048x1", "cold_ttft/4096x1", "hit_ttft/2048x1", "decode/512x1", "decode/512x4",
@@ -65,7 +71,11 @@ def test_another_forebay_is_measured_in_the_same_rounds(model: Path) -> None:
         ("forebay:pp", "", "'pp' is no setting"),
         ("forebay:pq=2", "", "pq"),
         ("forebay:pp=none", "", "--pp"),
-        ("forebay:pp=2", "cold_ttft/77x1", "there is no figure 'cold_ttft/77x1' here; allowed: cold_ttft/512x1"),
+        (
+            "forebay:pp=2",
+            "cold_ttft/77x1",
+            "there is no figure 'cold_ttft/77x1' here; allowed: cold_ttft/512x1",
+        ),
     ],
 )
 def test_what_is_wrong_with_a_peer_is_said_in_one_line(

@@ -17,7 +17,9 @@ with scratch_directory("test") as directory:
 """
 
 
-def test_a_directory_is_removed_at_the_end_with_all_that_is_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_directory_is_removed_at_the_end_with_all_that_is_in_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("FOREBAY_CACHE_DIR", str(tmp_path))
     with scratch_directory("test") as directory:
         (directory / "pages").mkdir()
@@ -29,7 +31,9 @@ def test_what_a_killed_run_left_goes_with_the_next_start_and_what_a_live_one_has
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FOREBAY_CACHE_DIR", str(tmp_path))
-    with subprocess.Popen([sys.executable, "-c", HOLDER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as holder:
         assert holder.stdout is not None
         held = Path(holder.stdout.readline().strip())
         (held / "page").write_bytes(b"x")

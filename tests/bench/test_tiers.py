@@ -40,8 +40,19 @@ def test_hits_come_from_the_tier_that_is_named(model: Path) -> None:
     result = CliRunner().invoke(app, ["bench", "tiers", str(model), *options, *OPTIONS])
     assert result.exit_code == 0, result.output
     rows = [(row["store"], row["tier"]) for row in json.loads(result.stdout)["hits"]]
-    assert [tier for store, tier in rows if store == "file"] == ["store's memory", "device", "host", "disk", "raw reads"]
-    assert [tier for store, tier in rows if store == "embedded, small"] == ["disk", "device", "host", "raw reads"]
+    assert [tier for store, tier in rows if store == "file"] == [
+        "store's memory",
+        "device",
+        "host",
+        "disk",
+        "raw reads",
+    ]
+    assert [tier for store, tier in rows if store == "embedded, small"] == [
+        "disk",
+        "device",
+        "host",
+        "raw reads",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -53,7 +64,9 @@ def test_hits_come_from_the_tier_that_is_named(model: Path) -> None:
         (["--store", "none"], "starts servers for itself"),
     ],
 )
-def test_what_cannot_be_measured_is_refused_in_one_line(model: Path, options: list[str], said: str) -> None:
+def test_what_cannot_be_measured_is_refused_in_one_line(
+    model: Path, options: list[str], said: str
+) -> None:
     result = CliRunner().invoke(app, ["bench", "tiers", str(model), *OPTIONS, *options])
     assert result.exit_code != 0
     assert said in str(result.exception)

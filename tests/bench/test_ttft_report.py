@@ -49,7 +49,15 @@ def document(**changes: Any) -> dict[str, Any]:
         for index in range(4)
     ]
     times = {"mean": 123.4, "p50": 120.0, "p90": 130.0, "p99": 140.0}
-    span = {"process": "rank 0", "kind": "forward", "start_ms": 5.0, "ms": 50.0, "id": 3, "value": 1024, "own": True}
+    span = {
+        "process": "rank 0",
+        "kind": "forward",
+        "start_ms": 5.0,
+        "ms": 50.0,
+        "id": 3,
+        "value": 1024,
+        "own": True,
+    }
     return {
         "config": config,
         "groups": [{"group": "mixed", "kind": "hit", "route": "ticket", "n": 2, "storage_hits": 2, "ttft_ms": times}],
@@ -76,7 +84,15 @@ def test_the_page_is_whole_and_needs_nothing_from_elsewhere() -> None:
     page = render(document())
     checker = checked(page)
     text = " ".join(checker.texts)
-    for said in ("ticket against staged", "-21.5 %", "123.4", "mixed: hits", "mixed: misses", "first token, 100.0 ms", "forward pass"):
+    for said in (
+        "ticket against staged",
+        "-21.5 %",
+        "123.4",
+        "mixed: hits",
+        "mixed: misses",
+        "first token, 100.0 ms",
+        "forward pass",
+    ):
         assert said in text, said
     assert not checker.outside and "url(" not in page and "@import" not in page
     assert "<script" not in page, "names are text"
@@ -84,19 +100,30 @@ def test_the_page_is_whole_and_needs_nothing_from_elsewhere() -> None:
 
 
 def test_what_makes_a_result_worthless_is_said_first() -> None:
-    page = render(document(valid=False, problems=["round 1, mixed, ticket, request 0: <b>0</b> tokens came"]))
+    page = render(
+        document(valid=False, problems=["round 1, mixed, ticket, request 0: <b>0</b> tokens came"])
+    )
     assert "Not valid: 1 requests" in page and "&lt;b&gt;0" in page
     assert page.index("Not valid") < page.index("What changes")
 
 
 def test_a_result_of_one_route_or_without_a_timeline_is_drawn_too() -> None:
     samples = [sample for sample in document()["samples"] if sample["route"] == "ticket"]
-    page = render(document(config=document()["config"] | {"routes": ["ticket"]}, samples=samples, change=[], timeline=[]))
+    page = render(
+        document(
+            config=document()["config"] | {"routes": ["ticket"]},
+            samples=samples,
+            change=[],
+            timeline=[],
+        )
+    )
     checked(page)
     assert "What changes" not in page and "seen from inside" not in page
 
 
-@pytest.mark.parametrize(("low", "high"), [(0, 1), (0, 1234.5), (-31.7, 5.2), (0.001, 0.0042), (0, 7)])
+@pytest.mark.parametrize(
+    ("low", "high"), [(0, 1), (0, 1234.5), (-31.7, 5.2), (0.001, 0.0042), (0, 7)]
+)
 def test_ticks_are_round_inside_the_range_and_neither_few_nor_many(low: float, high: float) -> None:
     found = ticks(low, high)
     assert 2 <= len(found) <= 8

@@ -14,7 +14,18 @@ import pytest
 from tests.frontend.tiny_text import write_random_weights, write_text_model
 
 DEADLINE_S = 120.0
-LOAD = ["--input-len", "448", "--requests", "4", "--repeat", "2", "--dtype", "float32", "--threads-per-rank", "1"]
+LOAD = [
+    "--input-len",
+    "448",
+    "--requests",
+    "4",
+    "--repeat",
+    "2",
+    "--dtype",
+    "float32",
+    "--threads-per-rank",
+    "1",
+]
 
 
 @pytest.fixture(scope="module")
@@ -23,9 +34,27 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def start(model: Path, cache: Path, *more: str) -> "subprocess.Popen[str]":
-    command = [sys.executable, "-m", "forebay.cli", "bench", "ttft", str(model), *LOAD, "--store", "embedded", *more]
+    command = [
+        sys.executable,
+        "-m",
+        "forebay.cli",
+        "bench",
+        "ttft",
+        str(model),
+        *LOAD,
+        "--store",
+        "embedded",
+        *more,
+    ]
     environment = os.environ | {"FOREBAY_CACHE_DIR": str(cache)}
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True)
+    return subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        start_new_session=True,
+    )
 
 
 def test_both_routes_are_measured_judged_and_reported(model: Path, tmp_path: Path) -> None:
@@ -37,20 +66,27 @@ def test_both_routes_are_measured_judged_and_reported(model: Path, tmp_path: Pat
     assert (process.returncode, result["valid"], result["problems"]) == (0, True, []), err
     assert json.loads(output.read_text()) == result
     found = {(entry["group"], entry["kind"], entry["route"]): entry for entry in result["groups"]}
-    assert set(found) == {("mixed", kind, route) for kind in ("hit", "miss", "all") for route in ("ticket", "staged")}
+    assert set(found) == {
+        ("mixed", kind, route) for kind in ("hit", "miss", "all") for route in ("ticket", "staged")
+    }
     for entry in found.values():
         assert entry["n"] == (4 if entry["kind"] == "all" else 2)
         assert entry["storage_hits"] == (0 if entry["kind"] == "miss" else 2)
         assert 0 < entry["ttft_ms"]["p50"] <= entry["ttft_ms"]["p99"]
     assert {entry["kind"] for entry in result["change"]} == {"hit", "miss", "all"}
-    assert all(entry["mean_ci"][0] <= entry["mean_pct"] <= entry["mean_ci"][1] for entry in result["change"])
+    assert all(
+        entry["mean_ci"][0] <= entry["mean_pct"] <= entry["mean_ci"][1]
+        for entry in result["change"]
+    )
     assert {entry["route"] for entry in result["timeline"]} == {"ticket", "staged"}
     for entry in result["timeline"]:
         assert {"fetch", "forward"} <= {span["kind"] for span in entry["spans"]}
     assert report.read_text().startswith("<!doctype html>")
     assert not list((tmp_path / "cache" / "scratch").glob("ttft-*"))
     again = start(model, tmp_path / "cache", *more, "--resume")
-    assert json.loads(again.communicate(timeout=DEADLINE_S)[0]) == result, "all rounds were done: nothing is measured again"
+    assert json.loads(again.communicate(timeout=DEADLINE_S)[0]) == result, (
+        "all rounds were done: nothing is measured again"
+    )
     other = start(model, tmp_path / "cache", *more, "--resume", "--concurrency", "3")
     assert "measured with concurrency = 2, not 3" in other.communicate(timeout=DEADLINE_S)[1]
     assert other.returncode == 2
@@ -79,16 +115,30 @@ def test_a_run_that_is_cut_off_leaves_nothing_running_and_what_is_done_is_kept(
     assert 1 <= rounds < 50
     left = list((tmp_path / "cache" / "scratch").glob("ttft-*"))
     assert not left or number is signal.SIGKILL
-    start(model, tmp_path / "cache", "--groups", "miss", "--requests", "2").communicate(timeout=DEADLINE_S)
+    start(model, tmp_path / "cache", "--groups", "miss", "--requests", "2").communicate(
+        timeout=DEADLINE_S
+    )
     assert not list((tmp_path / "cache" / "scratch").glob("ttft-*")), "the next start sweeps"
 
 
 @pytest.mark.slow
 def test_an_open_load_is_a_share_of_the_measured_capacity(model: Path, tmp_path: Path) -> None:
-    process = start(model, tmp_path / "cache", "--groups", "hit", "--utilisation", "0.5", "--json", "--routes", "ticket:staging,off")
+    process = start(
+        model,
+        tmp_path / "cache",
+        "--groups",
+        "hit",
+        "--utilisation",
+        "0.5",
+        "--json",
+        "--routes",
+        "ticket:staging,off",
+    )
     out, err = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 0, err
     result = json.loads(out)
     assert result["rates_per_s"]["hit"] > 0
     assert {entry["storage_hits"] for entry in result["groups"] if entry["route"] == "off"} == {0}
-    assert {entry["storage_hits"] for entry in result["groups"] if entry["route"] == "ticket:staging"} == {4}
+    assert {
+        entry["storage_hits"] for entry in result["groups"] if entry["route"] == "ticket:staging"
+    } == {4}

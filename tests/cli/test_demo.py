@@ -19,10 +19,18 @@ DEMO = Path(__file__).parents[2] / "examples" / "demo.py"
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
-def test_a_demo_that_is_cut_off_leaves_nothing_running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals) -> None:
+def test_a_demo_that_is_cut_off_leaves_nothing_running(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
     (tmp_path / "models").symlink_to(cache_dir() / "models")  # converted once
     environment = os.environ | {"FOREBAY_CACHE_DIR": str(tmp_path)}
-    process = subprocess.Popen([sys.executable, "-u", str(DEMO)], stdout=subprocess.PIPE, text=True, env=environment, process_group=0)
+    process = subprocess.Popen(
+        [sys.executable, "-u", str(DEMO)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
+        process_group=0,
+    )
     assert process.stdout is not None
     timer = threading.Timer(DEADLINE_S, process.kill)
     timer.start()

@@ -23,7 +23,10 @@ PROMPT = "The water that gathers ahead of the turbines is called the forebay."
 @pytest.fixture
 def serve(tmp_path: Path) -> Iterator[Callable[..., Served]]:
     model = write_random_weights(write_text_model(tmp_path / "model"))
-    environment = os.environ | {"PYTHONUNBUFFERED": "1", "FOREBAY_CACHE_DIR": str(tmp_path / "cache")}
+    environment = os.environ | {
+        "PYTHONUNBUFFERED": "1",
+        "FOREBAY_CACHE_DIR": str(tmp_path / "cache"),
+    }
     del environment["FOREBAY_STORE"]
     started: list[Served] = []
 
@@ -68,7 +71,9 @@ def ask(served: Served) -> tuple[str, int]:
 
 
 def stored(served: Served) -> float:
-    match = re.search(r"^forebay_stored_pages_total (\S+)$", httpx.get(f"{served.url}/metrics").text, re.MULTILINE)
+    match = re.search(
+        r"^forebay_stored_pages_total (\S+)$", httpx.get(f"{served.url}/metrics").text, re.MULTILINE
+    )
     assert match
     return float(match[1])
 
@@ -83,7 +88,9 @@ def end(served: Served, number: signal.Signals, status: int) -> None:
     assert not alive
 
 
-def test_the_default_store_is_private_and_warm_after_kill_9(serve: Callable[..., Served], tmp_path: Path) -> None:
+def test_the_default_store_is_private_and_warm_after_kill_9(
+    serve: Callable[..., Served], tmp_path: Path
+) -> None:
     assert Settings().store == "embedded"
     first = serve()
     text, cached = ask(first)
@@ -92,7 +99,11 @@ def test_the_default_store_is_private_and_warm_after_kill_9(serve: Callable[...,
     until(lambda: stored(first) >= pages)
     assert httpx.get(f"{first.url}/health").json()["store"]["state"] == "closed"
     end(first, signal.SIGKILL, -signal.SIGKILL)
-    fsck = subprocess.run([*FOREBAY, "store", "fsck", str(tmp_path / "cache" / "store")], capture_output=True, text=True)
+    fsck = subprocess.run(
+        [*FOREBAY, "store", "fsck", str(tmp_path / "cache" / "store")],
+        capture_output=True,
+        text=True,
+    )
     assert fsck.returncode == 0, fsck.stdout + fsck.stderr
     second = serve()
     assert ask(second) == (text, pages * 8)

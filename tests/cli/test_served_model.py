@@ -52,7 +52,9 @@ def test_a_chat_over_the_real_engine_sees_its_own_cache(served: Served) -> None:
     messages = [{"role": "user", "content": "What is a forebay, and what is it for?"}]
     cached = []
     for _ in range(2):
-        answer = client.chat.completions.create(model="tiny", messages=messages, max_tokens=8, temperature=0)  # type: ignore[arg-type]
+        answer = client.chat.completions.create(
+            model="tiny", messages=messages, max_tokens=8, temperature=0
+        )  # type: ignore[arg-type]
         assert answer.usage is not None and answer.usage.prompt_tokens_details is not None
         cached.append(answer.usage.prompt_tokens_details.cached_tokens)
     assert cached[0] == 0
@@ -69,10 +71,26 @@ def test_streamed_and_whole_answers_are_equal(served: Served) -> None:
     assert "".join(chunk.choices[0].text for chunk in streamed) == whole.choices[0].text
 
 
-def test_tiers_are_used_flushed_and_accounted_for(serve: Callable[..., Served], tmp_path: Path) -> None:
-    options = ("--store", f"file:{tmp_path / 'pages'}", "--fetch-threshold", "8", "--fetch-policy", "wait", "--max-running", "4")
+def test_tiers_are_used_flushed_and_accounted_for(
+    serve: Callable[..., Served], tmp_path: Path
+) -> None:
+    options = (
+        "--store",
+        f"file:{tmp_path / 'pages'}",
+        "--fetch-threshold",
+        "8",
+        "--fetch-policy",
+        "wait",
+        "--max-running",
+        "4",
+    )
     url = serve(*options).url
-    body = {"model": "tiny", "prompt": "What is a forebay, and what is it for?", "max_tokens": 1, "temperature": 0}
+    body = {
+        "model": "tiny",
+        "prompt": "What is a forebay, and what is it for?",
+        "max_tokens": 1,
+        "temperature": 0,
+    }
 
     def ask() -> dict[str, int]:
         usage = httpx.post(f"{url}/v1/completions", json=body, timeout=DEADLINE_S).json()["usage"]
@@ -81,7 +99,9 @@ def test_tiers_are_used_flushed_and_accounted_for(serve: Callable[..., Served], 
 
     def flush(*tiers: str) -> int:
         until(lambda: not store()["writing"])
-        answer = httpx.post(f"{url}/cache/flush", json={"tiers": tiers, "timeout_s": DEADLINE_S}, timeout=DEADLINE_S)
+        answer = httpx.post(
+            f"{url}/cache/flush", json={"tiers": tiers, "timeout_s": DEADLINE_S}, timeout=DEADLINE_S
+        )
         assert answer.status_code == 200, answer.text
         freed: int = answer.json()["freed_pages"]
         return freed
@@ -95,7 +115,10 @@ def test_tiers_are_used_flushed_and_accounted_for(serve: Callable[..., Served], 
     stored = ask()
     assert stored["cached_store"] == stored["cached_tokens"] >= 8
     until(lambda: store().get("objects", 0) > 0)
-    metrics = {"transfer_bytes_total": "backup load store fetch", "transfer_seconds_count": "backup load store fetch"}
+    metrics = {
+        "transfer_bytes_total": "backup load store fetch",
+        "transfer_seconds_count": "backup load store fetch",
+    }
     for name, kinds in metrics.items():
         for kind in kinds.split():  # ranks report once a second
             until(lambda metric=f'forebay_{name}{{kind="{kind}"}}': value(url, metric) > 0)
@@ -109,7 +132,9 @@ def test_tiers_are_used_flushed_and_accounted_for(serve: Callable[..., Served], 
 
 def value(url: str, metric: str) -> float:
     lines = httpx.get(f"{url}/metrics").text.splitlines()
-    return next((float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(metric + " ")), 0.0)
+    return next(
+        (float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(metric + " ")), 0.0
+    )
 
 
 def test_a_prompt_over_the_device_cache_is_an_error_object(serve: Callable[..., Served]) -> None:
@@ -119,15 +144,21 @@ def test_a_prompt_over_the_device_cache_is_an_error_object(serve: Callable[..., 
     assert answer.status_code == 400
     assert answer.json()["error"]["code"] == "context_length_exceeded"
     assert "device memory has" in answer.json()["error"]["message"]
-    small = httpx.post(f"{served.url}/v1/completions", json={"model": "tiny", "prompt": "x", "max_tokens": 2})
+    small = httpx.post(
+        f"{served.url}/v1/completions", json={"model": "tiny", "prompt": "x", "max_tokens": 2}
+    )
     assert small.status_code == 200, "the server lives on"
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
-def test_a_signal_ends_streams_and_all_processes(serve: Callable[[], Served], number: signal.Signals, status: int) -> None:
+def test_a_signal_ends_streams_and_all_processes(
+    serve: Callable[[], Served], number: signal.Signals, status: int
+) -> None:
     served = serve()
     client = openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0)
-    stream = client.completions.create(model="tiny", prompt="x", max_tokens=500, stream=True, extra_body={"ignore_eos": True})
+    stream = client.completions.create(
+        model="tiny", prompt="x", max_tokens=500, stream=True, extra_body={"ignore_eos": True}
+    )
     next(stream)
     children = psutil.Process(served.process.pid).children(recursive=True)
     assert len(children) >= 3
@@ -154,7 +185,9 @@ def test_the_planners_death_ends_the_server(serve: Callable[[], Served]) -> None
     assert not alive
 
 
-def test_the_servers_own_death_leaves_no_process_and_nothing_in_shared_memory(serve: Callable[[], Served]) -> None:
+def test_the_servers_own_death_leaves_no_process_and_nothing_in_shared_memory(
+    serve: Callable[[], Served],
+) -> None:
     before = set(os.listdir("/dev/shm"))
     served = serve()
     assert served.url
@@ -168,15 +201,34 @@ def test_the_servers_own_death_leaves_no_process_and_nothing_in_shared_memory(se
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_lost_rank_costs_time_and_nothing_else(serve: Callable[[], Served], number: signal.Signals) -> None:
+def test_a_lost_rank_costs_time_and_nothing_else(
+    serve: Callable[[], Served], number: signal.Signals
+) -> None:
     """Over the real planner and ranks: the text goes on as if nothing had happened, no token twice, none lost (rule R3)."""
     served = serve()
-    body = {"model": "tiny", "prompt": "The water", "max_tokens": 150, "seed": 4, "ignore_eos": True, "temperature": 0}
-    whole = httpx.post(f"{served.url}/v1/completions", json=body, timeout=DEADLINE_S).json()["choices"][0]["text"]
-    client = openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0, timeout=DEADLINE_S)
+    body = {
+        "model": "tiny",
+        "prompt": "The water",
+        "max_tokens": 150,
+        "seed": 4,
+        "ignore_eos": True,
+        "temperature": 0,
+    }
+    whole = httpx.post(f"{served.url}/v1/completions", json=body, timeout=DEADLINE_S).json()[
+        "choices"
+    ][0]["text"]
+    client = openai.OpenAI(
+        base_url=f"{served.url}/v1", api_key="none", max_retries=0, timeout=DEADLINE_S
+    )
     extra = {"ignore_eos": True, "cache_salt": "other"}
     stream = client.completions.create(
-        model="tiny", prompt="The water", max_tokens=150, seed=4, temperature=0, stream=True, extra_body=extra
+        model="tiny",
+        prompt="The water",
+        max_tokens=150,
+        seed=4,
+        temperature=0,
+        stream=True,
+        extra_body=extra,
     )
     pieces = [next(stream).choices[0].text]
     served.ranks[-1].send_signal(number)
@@ -187,7 +239,16 @@ def test_a_lost_rank_costs_time_and_nothing_else(serve: Callable[[], Served], nu
 
 
 def test_generate_prints_text_or_one_document(model_dir: Path) -> None:
-    command = [*FOREBAY, "generate", str(model_dir), "Hello", "World", "--max-tokens", "4", *OPTIONS]
+    command = [
+        *FOREBAY,
+        "generate",
+        str(model_dir),
+        "Hello",
+        "World",
+        "--max-tokens",
+        "4",
+        *OPTIONS,
+    ]
     done = subprocess.run([*command, "--json"], capture_output=True, timeout=DEADLINE_S, check=True)
     document = json.loads(done.stdout)
     assert [result["prompt"] for result in document["results"]] == ["Hello", "World"]
@@ -201,12 +262,19 @@ def test_generate_prints_text_or_one_document(model_dir: Path) -> None:
     [
         (lambda path: (path / "model.safetensors").unlink(), "model.safetensors"),
         (lambda path: os.truncate(path / "model.safetensors", 5000), "model.safetensors"),
-        (lambda path: (path / "config.json").write_text('{"architectures": ["RwkvForCausalLM"]}'), "RwkvForCausalLM"),
+        (
+            lambda path: (path / "config.json").write_text(
+                '{"architectures": ["RwkvForCausalLM"]}'
+            ),
+            "RwkvForCausalLM",
+        ),
         (lambda path: (path / "tokenizer.json").write_text("{}"), "tokenizer.json"),
     ],
     ids=["missing weights", "cut weights", "unknown architecture", "no tokenizer"],
 )
-def test_a_damaged_model_is_one_line_and_status_2(tmp_path: Path, damage: Callable[[Path], object], said: str) -> None:
+def test_a_damaged_model_is_one_line_and_status_2(
+    tmp_path: Path, damage: Callable[[Path], object], said: str
+) -> None:
     damage(write_random_weights(write_text_model(tmp_path / "model")))
     assert said in fails("serve", str(tmp_path / "model"), "--port", "0", *OPTIONS)
 
@@ -215,15 +283,22 @@ def test_more_stages_than_layers_is_one_line_and_status_2(model_dir: Path) -> No
     assert str(LAYERS) in fails("serve", str(model_dir), "--port", "0", "--pp", str(LAYERS + 1))
 
 
-def test_tensor_parallelism_that_does_not_divide_the_heads_is_one_line_and_status_2(model_dir: Path) -> None:
+def test_tensor_parallelism_that_does_not_divide_the_heads_is_one_line_and_status_2(
+    model_dir: Path,
+) -> None:
     said = fails("serve", str(model_dir), "--port", "0", "--tp", "3")
-    assert "tp 3 does not divide 2 heads, 2 key/value heads" in said and "allowed: 1, 2; choose --tp from these" in said
+    assert (
+        "tp 3 does not divide 2 heads, 2 key/value heads" in said
+        and "allowed: 1, 2; choose --tp from these" in said
+    )
 
 
 def fails(*arguments: str) -> str:
     """The last line of a command that ends with status 2, which is not a traceback."""
     started = time.monotonic()
-    done = subprocess.run([*FOREBAY, *arguments], capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    done = subprocess.run(
+        [*FOREBAY, *arguments], capture_output=True, text=True, timeout=DEADLINE_S, check=False
+    )
     assert done.returncode == 2, (done.returncode, done.stderr, time.monotonic() - started)
     assert "Traceback" not in done.stderr
     return done.stderr.splitlines()[-1]

@@ -38,7 +38,17 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
 
     def start(store: str) -> Served:
         more = ["--store", store, "--fetch-threshold", "8", "--fetch-policy", "wait"]
-        command = [*FOREBAY, "serve", str(model), "--port", "0", "--served-model-name", "tiny", *OPTIONS, *more]
+        command = [
+            *FOREBAY,
+            "serve",
+            str(model),
+            "--port",
+            "0",
+            "--served-model-name",
+            "tiny",
+            *OPTIONS,
+            *more,
+        ]
         process = subprocess.Popen(
             command,
             stdout=subprocess.PIPE,
@@ -95,7 +105,11 @@ def failures(served: Served) -> float:
 
 
 def forget(served: Served) -> httpx.Response:
-    return httpx.post(f"{served.url}/cache/flush", json={"tiers": ["device", "host"], "timeout_s": 30}, timeout=DEADLINE_S)
+    return httpx.post(
+        f"{served.url}/cache/flush",
+        json={"tiers": ["device", "host"], "timeout_s": 30},
+        timeout=DEADLINE_S,
+    )
 
 
 def check_baseline(served: Served) -> None:
@@ -161,7 +175,9 @@ def make_a_directory_of_it(path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [flip, cut, empty, make_a_directory_of_it, Path.unlink])
-def test_damaged_files_cost_their_pages(on_files: Served, directory: Path, damage: Callable[[Path], None]) -> None:
+def test_damaged_files_cost_their_pages(
+    on_files: Served, directory: Path, damage: Callable[[Path], None]
+) -> None:
     before = files(directory)
     name, text = prime(on_files, damage.__name__)
     mine = sorted(files(directory) - before, key=lambda path: path.stat().st_mtime_ns)
@@ -230,7 +246,17 @@ def test_files_that_hang_cost_one_time_out(on_files: Served, directory: Path) ->
 @pytest.fixture
 def up(tmp_path: Path) -> Iterator[Process]:
     with farm(tmp_path) as made:
-        yield made.run("up", "--listen", "127.0.0.1:0", "--dram", "32MiB", "--ssd", str(tmp_path / "log"), "--ssd-size", "64MiB")
+        yield made.run(
+            "up",
+            "--listen",
+            "127.0.0.1:0",
+            "--dram",
+            "32MiB",
+            "--ssd",
+            str(tmp_path / "log"),
+            "--ssd-size",
+            "64MiB",
+        )
 
 
 @pytest.mark.slow
@@ -278,7 +304,11 @@ def test_a_store_that_stands_still_dies_and_comes_back_costs_pages_and_never_the
     assert wrong == []
     check_baseline(served)
 
-    ranks = [child for child in psutil.Process(served.process.pid).children(recursive=True) if "worker" in " ".join(child.cmdline())]
+    ranks = [
+        child
+        for child in psutil.Process(served.process.pid).children(recursive=True)
+        if "worker" in " ".join(child.cmdline())
+    ]
     ranks[0].kill()  # and its successor starts while there is no store
     until(lambda: httpx.get(f"{served.url}/ready").status_code == 200)
     assert ask(served, two) == (texts[two], 0)
@@ -293,12 +323,24 @@ def test_a_store_that_stands_still_dies_and_comes_back_costs_pages_and_never_the
 
 
 @pytest.mark.slow
-def test_of_two_masters_a_dead_one_costs_its_own_prefixes_from_their_first_page_and_no_others(start: Start, tmp_path: Path) -> None:
+def test_of_two_masters_a_dead_one_costs_its_own_prefixes_from_their_first_page_and_no_others(
+    start: Start, tmp_path: Path
+) -> None:
     whole = PAGES * PAGE
     with farm(tmp_path) as made:
         masters = [made.master(), made.master()]
         url = "forebay://" + ",".join(master.url.removeprefix("forebay://") for master in masters)
-        made.run("holder", "--master", url, "--dram", "32MiB", "--ssd", str(tmp_path / "log"), "--ssd-size", "64MiB")
+        made.run(
+            "holder",
+            "--master",
+            url,
+            "--dram",
+            "32MiB",
+            "--ssd",
+            str(tmp_path / "log"),
+            "--ssd-size",
+            "64MiB",
+        )
         served = start(url)
         texts: dict[str, str] = {}
         owners: dict[str, int] = {}
@@ -319,7 +361,9 @@ def test_of_two_masters_a_dead_one_costs_its_own_prefixes_from_their_first_page_
             for name, text in texts.items():
                 check_baseline(served)
                 said, cached = ask(served, name)
-                assert said == text and cached in ({0, whole} if name in living else {0}), "whole, or not taken at all"
+                assert said == text and cached in ({0, whole} if name in living else {0}), (
+                    "whole, or not taken at all"
+                )
                 hit |= {name} if cached else set()
         until(lambda: state(served) != "closed")
         check_baseline(served)
@@ -369,7 +413,10 @@ def tickets(served: Served) -> float:
 
 @pytest.mark.parametrize(
     "answers",
-    [pytest.param(False, id="nobody listens"), pytest.param(True, id="somebody listens and says nothing", marks=pytest.mark.slow)],
+    [
+        pytest.param(False, id="nobody listens"),
+        pytest.param(True, id="somebody listens and says nothing", marks=pytest.mark.slow),
+    ],
 )
 def test_a_store_that_does_not_answer_at_the_start_is_one_line(start: Start, answers: bool) -> None:
     with socket.socket() as sock:

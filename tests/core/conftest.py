@@ -5,7 +5,17 @@ from dataclasses import dataclass, field
 import pytest
 
 from forebay.core import invariants
-from forebay.core.messages import Abort, FinishReason, Output, Plan, PlanDone, Sample, Submit, pack_tokens, unpack_tokens
+from forebay.core.messages import (
+    Abort,
+    FinishReason,
+    Output,
+    Plan,
+    PlanDone,
+    Sample,
+    Submit,
+    pack_tokens,
+    unpack_tokens,
+)
 from forebay.core.planner import Effects, Event, GridReady, Planner
 from forebay.core.replica import PlannerConfig
 from forebay.core.sampling import SamplingParams
@@ -35,7 +45,14 @@ class Desk:
             built.append(effects.plan)
             effects = self.planner.step(self.now)
 
-    def submit(self, request_id: str, prompt: list[int], max_tokens: int = 4, salt: bytes = b"", **params: object) -> list[Plan]:
+    def submit(
+        self,
+        request_id: str,
+        prompt: list[int],
+        max_tokens: int = 4,
+        salt: bytes = b"",
+        **params: object,
+    ) -> list[Plan]:
         sampling = SamplingParams(max_tokens=max_tokens, seed=0, **params)  # type: ignore[arg-type]
         return self.step(Submit(request_id, pack_tokens(prompt), sampling, (0,), salt))
 
@@ -63,10 +80,22 @@ class Desk:
             waiting += self.run(waiting.pop(0), token)
 
     def finish(self, request_id: str) -> FinishReason | None:
-        return next((output.finish for output in self.outputs if output.request_id == request_id and output.finish), None)
+        return next(
+            (
+                output.finish
+                for output in self.outputs
+                if output.request_id == request_id and output.finish
+            ),
+            None,
+        )
 
     def tokens(self, request_id: str) -> list[int]:
-        return [token for output in self.outputs if output.request_id == request_id for token in output.tokens]
+        return [
+            token
+            for output in self.outputs
+            if output.request_id == request_id
+            for token in output.tokens
+        ]
 
     @property
     def free(self) -> int:

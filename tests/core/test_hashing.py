@@ -8,7 +8,12 @@ from forebay.core.hashing import hash_chain, page_hash, root_hash
 from forebay.core.messages import pack_tokens
 
 FIELDS = st.tuples(
-    st.binary(max_size=6), st.text(max_size=4), st.integers(1, 300), st.text(max_size=4), st.binary(max_size=4), st.text(max_size=4)
+    st.binary(max_size=6),
+    st.text(max_size=4),
+    st.integers(1, 300),
+    st.text(max_size=4),
+    st.binary(max_size=4),
+    st.text(max_size=4),
 )
 
 

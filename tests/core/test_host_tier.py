@@ -2,7 +2,17 @@
 
 import pytest
 
-from forebay.core.messages import Copy, Flush, Plan, PlanDone, Sample, Submit, TransferDone, pack_tokens, unpack_tokens
+from forebay.core.messages import (
+    Copy,
+    Flush,
+    Plan,
+    PlanDone,
+    Sample,
+    Submit,
+    TransferDone,
+    pack_tokens,
+    unpack_tokens,
+)
 from forebay.core.sampling import SamplingParams
 from forebay.core.transfers import WritePolicy
 from forebay.core.tree import Tier
@@ -35,19 +45,30 @@ def test_full_pages_are_backed_up_with_the_plan_that_fills_them_root_first() -> 
     desk = make_desk(host_pages=8)
     plans = run(desk, desk.submit("a", PROMPT, max_tokens=1))
     copies = [copy for plan in plans if plan.backup for copy in plan.backup.copies]
-    assert [copy.device for copy in copies] == list(plans[0].pieces[0].pages + plans[1].pieces[0].pages)
+    assert [copy.device for copy in copies] == list(
+        plans[0].pieces[0].pages + plans[1].pieces[0].pages
+    )
     assert len(plans[0].backup.copies) == 2 and len(plans[1].backup.copies) == 1  # type: ignore[union-attr]
 
 
 def test_a_prefix_that_left_the_device_is_loaded_by_the_plan_that_needs_it() -> None:
     desk = make_desk(host_pages=8)
-    saved = [copy for plan in run(desk, desk.submit("a", PROMPT, max_tokens=1)) if plan.backup for copy in plan.backup.copies]
+    saved = [
+        copy
+        for plan in run(desk, desk.submit("a", PROMPT, max_tokens=1))
+        if plan.backup
+        for copy in plan.backup.copies
+    ]
     flush_device(desk)
     (plan,) = desk.submit("b", [*PROMPT, 20], max_tokens=1)
     assert spans(plan) == [(12, 13)]
-    assert plan.loads == tuple(Copy(page, copy.host) for page, copy in zip(plan.pieces[0].pages, saved, strict=False))
+    assert plan.loads == tuple(
+        Copy(page, copy.host) for page, copy in zip(plan.pieces[0].pages, saved, strict=False)
+    )
     run(desk, [plan])
-    usage = next(output.usage for output in desk.outputs if output.request_id == "b" and output.usage)
+    usage = next(
+        output.usage for output in desk.outputs if output.request_id == "b" and output.usage
+    )
     assert (usage.cached_device, usage.cached_host) == (0, 12)
 
 
@@ -86,9 +107,13 @@ def test_a_page_being_saved_is_not_evicted_from_the_device() -> None:
 def test_a_page_never_takes_its_own_parents_host_page_and_others_pass_it() -> None:
     desk = make_desk(host_pages=2)
     plans = run(desk, desk.submit("a", PROMPT, max_tokens=1))
-    assert [len(plan.backup.copies) if plan.backup else 0 for plan in plans] == [2, 0], "a's third page finds no room and waits"
+    assert [len(plan.backup.copies) if plan.backup else 0 for plan in plans] == [2, 0], (
+        "a's third page finds no room and waits"
+    )
     (plan,) = run(desk, desk.submit("b", [50, 51, 52, 53], max_tokens=1))
-    assert plan.backup is not None and len(plan.backup.copies) == 1, "b's page takes that of a's leaf"
+    assert plan.backup is not None and len(plan.backup.copies) == 1, (
+        "b's page takes that of a's leaf"
+    )
 
 
 def test_a_hot_prefix_longer_than_the_host_neither_blocks_the_queue_nor_lets_it_grow() -> None:
@@ -123,16 +148,27 @@ def test_write_back_saves_what_eviction_would_take_once_pages_run_short() -> Non
 def test_no_store_never_leaves_device_memory(policy: WritePolicy) -> None:
     desk = make_desk(pages=8, host_pages=8, write_policy=policy)
     for name in ("a", "b", "c"):
-        submit = Submit(name, pack_tokens(PROMPT), SamplingParams(max_tokens=1, seed=0), (0,), no_store=True)
+        submit = Submit(
+            name, pack_tokens(PROMPT), SamplingParams(max_tokens=1, seed=0), (0,), no_store=True
+        )
         assert not any(plan.backup for plan in run(desk, desk.step(submit)))
     own = pack_tokens([70] * 28)
-    plans = run(desk, desk.step(Submit("d", own, SamplingParams(max_tokens=1, seed=0), (0,), no_store=True)))
+    plans = run(
+        desk, desk.step(Submit("d", own, SamplingParams(max_tokens=1, seed=0), (0,), no_store=True))
+    )
     assert not any(plan.backup for plan in plans), "not even when pages run short"
 
 
 def test_a_page_that_anyone_may_store_is_stored_once_an_ordinary_request_uses_it() -> None:
     desk = make_desk(host_pages=8)
-    run(desk, desk.step(Submit("a", pack_tokens(PROMPT), SamplingParams(max_tokens=1, seed=0), (0,), no_store=True)))
+    run(
+        desk,
+        desk.step(
+            Submit(
+                "a", pack_tokens(PROMPT), SamplingParams(max_tokens=1, seed=0), (0,), no_store=True
+            )
+        ),
+    )
     (plan,) = run(desk, desk.submit("b", PROMPT, max_tokens=1))
     assert plan.backup is not None and len(plan.backup.copies) == 3
 
@@ -142,7 +178,9 @@ def test_an_abort_before_the_plan_takes_the_load_back() -> None:
     run(desk, desk.submit("a", PROMPT, max_tokens=1))
     flush_device(desk)
     (busy,) = desk.submit("busy", [50, 51], max_tokens=1)
-    assert desk.submit("b", [*PROMPT, 20]) == [], "one plan is in flight, so b's load waits for the next"
+    assert desk.submit("b", [*PROMPT, 20]) == [], (
+        "one plan is in flight, so b's load waits for the next"
+    )
     assert len(desk.planner.replica.loads) == 3
     desk.abort("b")
     assert not desk.planner.replica.loads

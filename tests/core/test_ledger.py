@@ -6,7 +6,17 @@ import pytest
 
 from forebay.core import invariants
 from forebay.core.ledger import REASONS
-from forebay.core.messages import Abort, Cancel, FetchProgress, Flush, PlanDone, Sample, StagedTaken, StagedTicket, Ticket
+from forebay.core.messages import (
+    Abort,
+    Cancel,
+    FetchProgress,
+    Flush,
+    PlanDone,
+    Sample,
+    StagedTaken,
+    StagedTicket,
+    Ticket,
+)
 from forebay.core.planner import GridLost, GridReady
 from forebay.core.tickets import TICKETS_AT_ONCE, FetchPolicy, QueryDone
 from tests.core.test_tickets import BUSY, StoreDesk, ask, issue, progress, store_desk
@@ -165,7 +175,10 @@ def brought_and_evicted() -> StoreDesk:
 
 
 def staged(
-    found: int, done: int, policy: FetchPolicy = FetchPolicy.WAIT, end: Callable[[StoreDesk], object] | None = None
+    found: int,
+    done: int,
+    policy: FetchPolicy = FetchPolicy.WAIT,
+    end: Callable[[StoreDesk], object] | None = None,
 ) -> StoreDesk:
     desk = store_desk(staged=True, fetch_policy=policy)
     (ticket,) = ask(desk).orders
@@ -197,19 +210,33 @@ EXITS: list[tuple[Callable[[], StoreDesk], int, int, dict[str, int]]] = [
     (lambda: staged(found=0, done=0), 0, 0, {}),
     (lambda: staged(found=5, done=5), 5, 5, {}),
     (lambda: staged(found=4, done=3), 4, 3, {"failed": 1}),
-    (lambda: staged(4, 2, FetchPolicy.TIMEOUT, lambda desk: later(desk, 60.0)), 4, 2, {"timeout": 2}),
+    (
+        lambda: staged(4, 2, FetchPolicy.TIMEOUT, lambda desk: later(desk, 60.0)),
+        4,
+        2,
+        {"timeout": 2},
+    ),
     (lambda: staged(4, 0, end=lambda desk: desk.take(Abort("a"))), 4, 0, {"aborted": 4}),
 ]
 
 
 @pytest.mark.parametrize(
-    ("play", "wanted", "came", "unused"), EXITS, ids=[f"{index}-{row[0].__name__}" for index, row in enumerate(EXITS)]
+    ("play", "wanted", "came", "unused"),
+    EXITS,
+    ids=[f"{index}-{row[0].__name__}" for index, row in enumerate(EXITS)],
 )
-def test_every_exit_is_counted_once(play: Callable[[], StoreDesk], wanted: int, came: int, unused: dict[str, int]) -> None:
+def test_every_exit_is_counted_once(
+    play: Callable[[], StoreDesk], wanted: int, came: int, unused: dict[str, int]
+) -> None:
     replica = play().planner.replica
     invariants.check(replica)
     ledger = replica.ledger
-    assert (ledger.wanted, ledger.used, dict(ledger.unused), ledger.brought) == (wanted, came, unused, 0)
+    assert (ledger.wanted, ledger.used, dict(ledger.unused), ledger.brought) == (
+        wanted,
+        came,
+        unused,
+        0,
+    )
     assert not replica.tickets.pages_under_way
 
 
@@ -219,7 +246,9 @@ def test_the_snapshot_says_it_in_tokens() -> None:
 
 def test_all_reasons_but_those_that_stories_tell_are_in_the_table() -> None:
     """ "covered" is in `test_tickets`, "anchor_lost" in scenario P2."""
-    assert {*REASONS} - {"covered", "anchor_lost"} == {why for _, _, _, unused in EXITS for why in unused}
+    assert {*REASONS} - {"covered", "anchor_lost"} == {
+        why for _, _, _, unused in EXITS for why in unused
+    }
 
 
 def test_the_time_of_a_ticket_that_waits_for_others_begins_when_a_rank_comes_to_it() -> None:
@@ -237,6 +266,8 @@ def test_the_time_of_a_ticket_that_waits_for_others_begins_when_a_rank_comes_to_
         desk.now += 0.3
         desk.planner.resume(desk.now)
         orders += desk.take().orders
-    assert orders == [Cancel(1, second.transfer)], "the second's time is over, the third's has begun late"
+    assert orders == [Cancel(1, second.transfer)], (
+        "the second's time is over, the third's has begun late"
+    )
     later(desk, 0.5)
     assert desk.planner.replica.tickets.outcomes["timeout"] == 2

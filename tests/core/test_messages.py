@@ -17,16 +17,24 @@ PLAN = m.Plan(
     pieces=(m.Piece(2, 0, m.pack_tokens([1, 2]), (4,), 0, True),),
     digest=b"12345678",
 )
-SUBMIT = m.Submit("a", m.pack_tokens([1, 258]), SamplingParams(seed=3, max_tokens=4), (0,), b"s", True, 1)
+SUBMIT = m.Submit(
+    "a", m.pack_tokens([1, 258]), SamplingParams(seed=3, max_tokens=4), (0,), b"s", True, 1
+)
 DONE = m.PlanDone(1, 3, 7, (m.Sample(2, 5, m.TokenLogprobs(-0.5, (5,), (-0.5,))),), 0.25)
 GOLDEN = {
-    "Submit": (SUBMIT, "0198a65375626d6974a161c4080100000002010000de0002aa6d61785f746f6b656e7304a473656564039100c40173c301"),
+    "Submit": (
+        SUBMIT,
+        "0198a65375626d6974a161c4080100000002010000de0002aa6d61785f746f6b656e7304a473656564039100c40173c301",
+    ),
     "Plan": (
         PLAN,
         "0199a4506c616e0107919702a161de0002aa6d61785f746f6b656e7304a47365656403910005"
         "00c400919301000991960200c4080100000002000000910400c3c408313233343536373890c0",
     ),
-    "PlanDone": (DONE, "0196a8506c616e446f6e650103079193020593cbbfe0000000000000910591cbbfe0000000000000cb3fd0000000000000"),
+    "PlanDone": (
+        DONE,
+        "0196a8506c616e446f6e650103079193020593cbbfe0000000000000910591cbbfe0000000000000cb3fd0000000000000",
+    ),
 }
 
 
@@ -38,7 +46,11 @@ def test_frames_stay_what_they_are(name: str) -> None:
 
 @pytest.mark.parametrize("name", GOLDEN)
 def test_what_was_written_is_read_back(name: str) -> None:
-    decoders = {"Submit": m.decode_to_planner, "Plan": m.decode_to_worker, "PlanDone": m.decode_from_worker}
+    decoders = {
+        "Submit": m.decode_to_planner,
+        "Plan": m.decode_to_worker,
+        "PlanDone": m.decode_from_worker,
+    }
     message, golden = GOLDEN[name]
     assert decoders[name](bytes.fromhex(golden)) == message
 
@@ -56,7 +68,12 @@ def test_a_message_of_another_channel_is_refused() -> None:
 
 @given(st.binary(max_size=200))
 def test_no_bytes_raise_anything_but_message_error(data: bytes) -> None:
-    for decode in (m.decode_to_planner, m.decode_to_frontend, m.decode_to_worker, m.decode_from_worker):
+    for decode in (
+        m.decode_to_planner,
+        m.decode_to_frontend,
+        m.decode_to_worker,
+        m.decode_from_worker,
+    ):
         try:
             decode(data)
         except m.MessageError:

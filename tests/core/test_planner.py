@@ -23,7 +23,9 @@ from tests.core.conftest import PAGE, Desk, make_desk, spans
 PROMPT = list(range(1, 13))  # three full pages
 
 
-def test_a_prompt_is_prefilled_in_chunks_that_end_on_page_borders_and_then_decoded(desk: Desk) -> None:
+def test_a_prompt_is_prefilled_in_chunks_that_end_on_page_borders_and_then_decoded(
+    desk: Desk,
+) -> None:
     (first,) = desk.submit("a", PROMPT[:11], max_tokens=3)
     assert spans(first) == [(0, 8)] and not first.pieces[0].sample
     (second,) = desk.run(first)
@@ -50,13 +52,17 @@ def test_decodes_ride_with_chunks_and_outside_their_budget(desk: Desk) -> None:
     assert spans(mixed) == [(2, 3), (0, 8)]
 
 
-def test_a_remainder_of_at_most_a_page_goes_ahead_of_chunks_in_a_plan_of_its_own(desk: Desk) -> None:
+def test_a_remainder_of_at_most_a_page_goes_ahead_of_chunks_in_a_plan_of_its_own(
+    desk: Desk,
+) -> None:
     desk.run_all(desk.submit("first", PROMPT, max_tokens=1))
     (long,) = desk.submit("long", [50] * 24)
     desk.submit("hit", [*PROMPT, 60, 61], max_tokens=1)
     ahead, chunk = desk.run(long)
     assert spans(ahead) == [(12, 14)], "in no stage does it wait for a chunk that is not there yet"
-    assert spans(chunk) == [(8, 16)], "which may follow at once: what goes ahead is not one of the pp plans in flight"
+    assert spans(chunk) == [(8, 16)], (
+        "which may follow at once: what goes ahead is not one of the pp plans in flight"
+    )
     check(desk.planner.replica)
 
 
@@ -68,7 +74,9 @@ def test_hits_go_ahead_of_a_short_prompt_once_and_then_ride_with_its_chunks(desk
     ahead, chunk = desk.run(long)
     assert spans(ahead) == [(12, 13)] * 3, "all that are ready go together"
     desk.submit("late hit", [*PROMPT, 70], max_tokens=1)
-    assert [spans(plan) for plan in desk.run(ahead)] == [], "a plan with a chunk is in flight, as many as stages"
+    assert [spans(plan) for plan in desk.run(ahead)] == [], (
+        "a plan with a chunk is in flight, as many as stages"
+    )
     assert [spans(plan) for plan in desk.run(chunk)] == [[(12, 13), (16, 24)]]
 
 
@@ -83,7 +91,9 @@ def test_hits_go_ahead_of_a_long_prompt_once_for_every_begun_512_tokens_that_it_
         for plan in ahead:
             assert spans(plan) == [(12, 13)] and desk.run(plan) == []
         rode.append(spans(chunk)[:-1])
-    assert rode == [[], [], [(12, 13)], [(12, 13)]], "588 tokens, of which 512 are begun twice; the cached ones do not count"
+    assert rode == [[], [], [(12, 13)], [(12, 13)]], (
+        "588 tokens, of which 512 are begun twice; the cached ones do not count"
+    )
 
 
 def test_a_prompt_that_has_been_overtaken_often_enough_holds_hits_to_its_chunks_for_all() -> None:
@@ -145,7 +155,9 @@ def test_r6_a_page_is_matched_by_later_plans_once_the_plan_that_fills_it_is_buil
 def test_r6_the_chain_goes_on_over_generated_tokens(desk: Desk) -> None:
     desk.run_all(desk.submit("a", [1, 2, 3], max_tokens=6), token=7)
     (plan,) = desk.submit("b", [1, 2, 3, 7, 7, 7, 7, 7, 7])
-    assert spans(plan) == [(8, 9)], "positions 3 to 7 were inputs of a, so its first two pages are full"
+    assert spans(plan) == [(8, 9)], (
+        "positions 3 to 7 were inputs of a, so its first two pages are full"
+    )
 
 
 def test_r7_a_full_hit_runs_one_token_that_reads_all_pages_and_writes_none(desk: Desk) -> None:
@@ -155,16 +167,22 @@ def test_r7_a_full_hit_runs_one_token_that_reads_all_pages_and_writes_none(desk:
     assert spans(plan) == [(11, 12)] and len(piece.pages) == 3
     assert piece.write_from == 12, "its own K/V write is suppressed"
     desk.run_all([plan])
-    usage = next(output.usage for output in desk.outputs if output.request_id == "b" and output.usage)
+    usage = next(
+        output.usage for output in desk.outputs if output.request_id == "b" and output.usage
+    )
     assert usage.cached_device == 11, "the last prompt token is always computed"
 
 
-def test_r8_a_request_whose_next_page_is_being_computed_waits_a_plan_and_holds_nobody_up(desk: Desk) -> None:
+def test_r8_a_request_whose_next_page_is_being_computed_waits_a_plan_and_holds_nobody_up(
+    desk: Desk,
+) -> None:
     (first,) = desk.submit("a", [*PROMPT, 30])
     desk.submit("same", [*PROMPT, 31])
     desk.submit("other", [40, 41])
     other, second = desk.run(first)
-    assert [spans(other), spans(second)] == [[(0, 2)], [(8, 13)]], "`other` and a's tail run; `same` waits for a's third page"
+    assert [spans(other), spans(second)] == [[(0, 2)], [(8, 13)]], (
+        "`other` and a's tail run; `same` waits for a's third page"
+    )
     desk.run(other)
     (third,) = desk.run(second)
     assert spans(third) == [(2, 3), (13, 14), (12, 13)], "`same` has only its own token to compute"
@@ -173,7 +191,9 @@ def test_r8_a_request_whose_next_page_is_being_computed_waits_a_plan_and_holds_n
 def test_r8_twins_fill_the_same_page_and_the_second_is_remapped_to_the_firsts(desk: Desk) -> None:
     (first,) = desk.submit("a", [1, 2, 3], max_tokens=8)
     desk.submit("b", [1, 2, 3], max_tokens=8)
-    (second,) = desk.run(first)  # a decodes its 4th position; b prefills, as page 0 is a's and not full yet
+    (second,) = desk.run(
+        first
+    )  # a decodes its 4th position; b prefills, as page 0 is a's and not full yet
     free = desk.free
     (third,) = desk.run(second)
     (fourth,) = desk.run(third)
@@ -190,7 +210,9 @@ def test_r9_and_r12_when_pages_run_short_the_least_recently_used_leaf_goes(desk:
     desk.run_all(desk.submit("new", [50] * 8, max_tokens=1))
     desk.run_all(desk.submit("big", [60] * 11, max_tokens=1))
     (plan,) = desk.submit("old again", [*PROMPT[:8], 9], max_tokens=1)
-    assert spans(plan)[0][0] == 4, "only the leaf of `old` was evicted, its root page is still there"
+    assert spans(plan)[0][0] == 4, (
+        "only the leaf of `old` was evicted, its root page is still there"
+    )
 
 
 def test_r12_the_youngest_idle_request_is_retracted_and_both_finish_right() -> None:
@@ -223,7 +245,9 @@ def test_priority_goes_first_then_arrival() -> None:
     desk = make_desk(max_running=1)
     (plan,) = desk.submit("a", [1], max_tokens=1)
     desk.submit("b", [2], max_tokens=1)
-    desk.step(Submit("urgent", pack_tokens([3]), SamplingParams(max_tokens=1, seed=0), (0,), priority=1))
+    desk.step(
+        Submit("urgent", pack_tokens([3]), SamplingParams(max_tokens=1, seed=0), (0,), priority=1)
+    )
     desk.run_all([plan])
     order = [output.request_id for output in desk.outputs if output.finish]
     assert order == ["a", "urgent", "b"]
@@ -242,13 +266,19 @@ def test_decodes_are_spread_over_the_stages() -> None:
         waiting += desk.submit(name, [ord(name)], max_tokens=30)
     for _ in range(12):
         waiting += desk.run(waiting.pop(0))
-    assert [len(plan.pieces) for plan in waiting] == [2, 2], "four decodes over two stages: two in each plan"
+    assert [len(plan.pieces) for plan in waiting] == [2, 2], (
+        "four decodes over two stages: two in each plan"
+    )
 
 
 def test_a_stop_token_ends_and_is_named_but_eos_is_not(desk: Desk) -> None:
     desk.run_all(desk.submit("a", [1], stop_token_ids=(9,)))
     desk.run_all(desk.submit("b", [1]), token=0)
-    stopped = {output.request_id: output.stop_token for output in desk.outputs if output.finish is FinishReason.STOP}
+    stopped = {
+        output.request_id: output.stop_token
+        for output in desk.outputs
+        if output.finish is FinishReason.STOP
+    }
     assert stopped == {"a": 9, "b": None}
 
 
@@ -296,7 +326,9 @@ def test_r3_a_silent_rank_means_a_new_grid(desk: Desk) -> None:
     desk.step()
     assert desk.planner.state is GridState.READY
     desk.now = 9.1
-    assert (desk.planner.step(desk.now).restart or "").startswith("rank 0 has been silent for 5.1 s")
+    assert (desk.planner.step(desk.now).restart or "").startswith(
+        "rank 0 has been silent for 5.1 s"
+    )
 
 
 def test_r3_a_plan_far_later_than_predicted_means_a_new_grid() -> None:
@@ -319,14 +351,18 @@ def test_r3_restarts_without_progress_are_bounded_and_then_said(desk: Desk) -> N
     assert desk.finish("b") is FinishReason.ERROR and "again" in desk.outputs[-1].message
 
 
-def test_r3_a_grid_that_is_lost_while_it_stands_idle_may_be_lost_again_and_again(desk: Desk) -> None:
+def test_r3_a_grid_that_is_lost_while_it_stands_idle_may_be_lost_again_and_again(
+    desk: Desk,
+) -> None:
     for epoch in range(1, 10):
         desk.step(GridLost(epoch, "killed"))
         desk.step(GridReady(epoch + 1, 32, 0.001))
     assert desk.planner.state is GridState.READY
 
 
-def test_r3_chunks_that_retire_are_no_progress_of_a_grid_that_is_lost_at_the_last_one(desk: Desk) -> None:
+def test_r3_chunks_that_retire_are_no_progress_of_a_grid_that_is_lost_at_the_last_one(
+    desk: Desk,
+) -> None:
     """The chunk size is 8: the first plan of each epoch retires, and is lost with it."""
     (plan,) = desk.submit("a", [*range(1, 13)])
     losses = 0
@@ -362,7 +398,11 @@ def test_a_request_that_ranks_fail_at_is_given_up_and_the_others_finish(desk: De
         if not plans:
             break
         plan = plans.pop(0)
-        names = {request.request_id for record in desk.planner.replica.in_flight for request in record.requests}
+        names = {
+            request.request_id
+            for record in desk.planner.replica.in_flight
+            for request in record.requests
+        }
         if "poison" in names:
             desk.step(GridLost(epoch, "ValueError", faulted=True))
             epoch += 1
@@ -374,7 +414,9 @@ def test_a_request_that_ranks_fail_at_is_given_up_and_the_others_finish(desk: De
     assert desk.planner.state is GridState.READY
 
 
-def test_a_suspect_is_not_passed_by_those_behind_it_and_is_cleared_once_it_has_run_alone(desk: Desk) -> None:
+def test_a_suspect_is_not_passed_by_those_behind_it_and_is_cleared_once_it_has_run_alone(
+    desk: Desk,
+) -> None:
     (plan,) = desk.submit("a", [1, 2], max_tokens=3)
     desk.submit("b", [3, 4], max_tokens=20)
     desk.step(GridLost(1, "ValueError", faulted=True))
@@ -430,12 +472,16 @@ def test_a_flush_waits_for_what_is_in_flight_and_admits_nothing_meanwhile(desk: 
     desk.submit("b", [1, 2], max_tokens=1)
     assert len(desk.planner.replica.running) == 1
     (tail,) = desk.run(plan)
-    effects = desk.planner.step(desk.now, [PlanDone(1, 0, tail.number, (Sample(tail.pieces[0].slot, 9),))])
+    effects = desk.planner.step(
+        desk.now, [PlanDone(1, 0, tail.number, (Sample(tail.pieces[0].slot, 9),))]
+    )
     assert effects.flushed and not effects.flushed[0].busy
     assert effects.plan is not None, "and then b is admitted"
 
 
-def test_a_flush_of_the_device_waits_for_what_is_still_to_be_stored(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_flush_of_the_device_waits_for_what_is_still_to_be_stored(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With staging that pins pages, also before it is on its way (found by equality sequences on a slow store)."""
     desk.run_all(desk.submit("a", PROMPT, max_tokens=1))
     replica = desk.planner.replica

@@ -2,7 +2,14 @@
 
 import pytest
 
-from forebay.core.messages import Abort, Cancel, FetchProgress, StagedReturn, StagedTaken, StagedTicket
+from forebay.core.messages import (
+    Abort,
+    Cancel,
+    FetchProgress,
+    StagedReturn,
+    StagedTaken,
+    StagedTicket,
+)
 from forebay.core.planner import Effects
 from forebay.core.request import Phase
 from forebay.core.tickets import FetchPolicy
@@ -55,7 +62,9 @@ def test_the_store_gets_a_hint_where_stages_cannot_look_yet_and_none_where_they_
     (hint,) = effects.hints
     (order,) = effects.orders
     assert isinstance(order, StagedTicket)
-    assert list(hint.hashes) == [page.hash for page in order.pages] and {page.group for page in order.pages} == {hint.group}
+    assert list(hint.hashes) == [page.hash for page in order.pages] and {
+        page.group for page in order.pages
+    } == {hint.group}
 
 
 def test_a_stage_hears_of_it_once_the_stage_before_has_taken_it() -> None:

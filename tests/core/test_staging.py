@@ -4,7 +4,15 @@ from forebay.core.messages import Abort, Plan, PlanDone, Sample, Store, StoreDon
 from forebay.core.tickets import QueryDone
 from forebay.core.transfers import WritePolicy
 from forebay.core.tree import Tier
-from tests.core.test_tickets import StoreDesk, ask, host_in_use, issue, progress, run_plans, store_desk
+from tests.core.test_tickets import (
+    StoreDesk,
+    ask,
+    host_in_use,
+    issue,
+    progress,
+    run_plans,
+    store_desk,
+)
 
 
 def staging_desk(**config: object) -> StoreDesk:
@@ -50,7 +58,15 @@ def test_what_the_store_has_is_not_saved_again() -> None:
     stored = {page.hash for page in order.pages}
     cache = desk.planner.replica.cache
     assert cache is not None
-    assert not {node.hash for node in cache.tree for copy in copies if node.pages[Tier.DEVICE] == copy.device} & stored
+    assert (
+        not {
+            node.hash
+            for node in cache.tree
+            for copy in copies
+            if node.pages[Tier.DEVICE] == copy.device
+        }
+        & stored
+    )
 
 
 def test_what_a_ticket_brings_is_handed_to_the_request_and_gone_after_its_first_plan() -> None:

@@ -59,7 +59,9 @@ def store_desk(host_pages: int = 16, **config: object) -> StoreDesk:
 
 def ask(desk: StoreDesk, request_id: str = "a", prompt: list[int] = PROMPT) -> Effects:
     """Submit a request that has nothing in the tree."""
-    return desk.take(Submit(request_id, pack_tokens(prompt), SamplingParams(max_tokens=2, seed=0), (0,)))
+    return desk.take(
+        Submit(request_id, pack_tokens(prompt), SamplingParams(max_tokens=2, seed=0), (0,))
+    )
 
 
 def issue(desk: StoreDesk, pages: int = 5, request_id: str = "a") -> Ticket:
@@ -70,7 +72,9 @@ def issue(desk: StoreDesk, pages: int = 5, request_id: str = "a") -> Ticket:
     return ticket
 
 
-def progress(desk: StoreDesk, ticket: Ticket, pages: int, final: bool = True, rank: int = 0) -> Effects:
+def progress(
+    desk: StoreDesk, ticket: Ticket, pages: int, final: bool = True, rank: int = 0
+) -> Effects:
     return desk.take(FetchProgress(1, rank, ticket.transfer, pages, final))
 
 
@@ -127,14 +131,21 @@ def test_a_chunk_gives_way_to_who_came_before_it_and_fetches_for_a_moment_alone(
     (query,) = ask(desk, "later", LATER).queries
     assert desk.take(QueryDone(query.number, 0)).plan is None
     due = desk.planner.next_deadline()
-    assert due is not None and desk.now < due <= desk.now + HEAD_START * desk.planner.replica.first_stage.predict(work_of(8, 0))
+    assert (
+        due is not None
+        and desk.now
+        < due
+        <= desk.now + HEAD_START * desk.planner.replica.first_stage.predict(work_of(8, 0))
+    )
     desk.now = due
     plan = desk.take().plan
     assert plan is not None and spans(plan) == [(0, 8)]
     assert desk.planner.next_deadline() != due
 
 
-def test_the_head_start_is_a_share_of_what_the_first_stage_takes_however_soon_plans_follow_each_other() -> None:
+def test_the_head_start_is_a_share_of_what_the_first_stage_takes_however_soon_plans_follow_each_other() -> (
+    None
+):
     desk = store_desk(pp=2)
     (plan,) = desk.submit("slow", BUSY, max_tokens=1)
     desk.take(PlanDone(1, 0, plan.number, forward_s=80.0))
@@ -144,7 +155,9 @@ def test_the_head_start_is_a_share_of_what_the_first_stage_takes_however_soon_pl
     issue(desk)
     (query,) = ask(desk, "later", LATER).queries
     desk.take(QueryDone(query.number, 0))
-    assert desk.planner.next_deadline() == desk.now + HEAD_START * first_stage.predict(work_of(8, 0))
+    assert desk.planner.next_deadline() == desk.now + HEAD_START * first_stage.predict(
+        work_of(8, 0)
+    )
 
 
 def test_what_gives_way_asks_for_no_step_while_nobody_is_admitted() -> None:
@@ -171,10 +184,20 @@ def test_what_is_fetched_in_time_goes_before_the_chunk_that_came_after_it() -> N
 
 
 @pytest.mark.parametrize(("priority", "at_once"), [(0, []), (1, [[(0, 8)]])])
-def test_a_chunk_gives_way_to_what_came_later_but_not_to_lower_priority(priority: int, at_once: list[list[tuple[int, int]]]) -> None:
+def test_a_chunk_gives_way_to_what_came_later_but_not_to_lower_priority(
+    priority: int, at_once: list[list[tuple[int, int]]]
+) -> None:
     desk = store_desk(max_running=1)
     (busy,) = desk.submit("busy", BUSY, max_tokens=1)
-    (query,) = desk.take(Submit("first", pack_tokens(LATER), SamplingParams(max_tokens=2, seed=0), (0,), priority=priority)).queries
+    (query,) = desk.take(
+        Submit(
+            "first",
+            pack_tokens(LATER),
+            SamplingParams(max_tokens=2, seed=0),
+            (0,),
+            priority=priority,
+        )
+    ).queries
     desk.take(QueryDone(query.number, 0))
     issue(desk)
     assert [spans(plan) for plan in desk.run(busy)] == at_once
@@ -182,7 +205,9 @@ def test_a_chunk_gives_way_to_what_came_later_but_not_to_lower_priority(priority
     assert [spans(plan) for plan in desk.plans[1:] + desk.step()] == [[(0, 8)]]
 
 
-def test_a_burst_that_gives_way_is_looked_through_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_burst_that_gives_way_is_looked_through_once_a_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     desk = store_desk(max_waiting=64)
     for number in range(30):
         (query,) = ask(desk, f"chunk {number}", [100 + number, *LATER]).queries
@@ -216,7 +241,11 @@ def test_when_all_ranks_are_done_the_request_runs_next_and_loads_what_came() -> 
     assert [copy.host for copy in plan.loads] == [page.host for page in ticket.pages]
     request = desk.planner.replica.requests["a"]
     assert request.usage is not None
-    assert (request.usage.cached_device, request.usage.cached_host, request.usage.cached_store) == (0, 0, 20)
+    assert (request.usage.cached_device, request.usage.cached_host, request.usage.cached_store) == (
+        0,
+        0,
+        20,
+    )
 
 
 def test_what_may_be_used_is_the_minimum_over_ranks() -> None:
@@ -264,7 +293,9 @@ def test_best_effort_keeps_its_ticket_while_there_are_no_pages_to_run_on() -> No
     desk = store_desk(fetch_policy=FetchPolicy.BEST_EFFORT, pages=7)
     (busy,) = desk.submit("busy", [*range(60, 64), 1], max_tokens=12)
     ticket = issue(desk)
-    assert desk.planner.replica.requests["a"].phase is Phase.FETCHING, "a free slot is no reason: it needs 6 pages, and 5 are to be had"
+    assert desk.planner.replica.requests["a"].phase is Phase.FETCHING, (
+        "a free slot is no reason: it needs 6 pages, and 5 are to be had"
+    )
     assert progress(desk, ticket, 3, final=False).plan is None
     desk.abort("busy")
     plans = desk.run(busy)
@@ -327,23 +358,31 @@ def test_what_is_saved_goes_to_the_store_and_counts_once_every_rank_has_stored_i
     assert cache is not None
     node = cache.tree.get(first.pages[0].hash)
     assert node is not None and node.pins[Tier.HOST] == 1 and not node.stored
-    retry = desk.take(StoreDone(1, 0, first.transfer, b"\1" + b"\0" * (len(first.pages) - 1))).orders
+    retry = desk.take(
+        StoreDone(1, 0, first.transfer, b"\1" + b"\0" * (len(first.pages) - 1))
+    ).orders
     assert node.stored and node.pins[Tier.HOST] == 0
     again = {page.hash for order in retry if isinstance(order, Store) for page in order.pages}
-    assert first.pages[0].hash not in again and {page.hash for page in first.pages[1:]} <= again, "only what failed, once more"
+    assert first.pages[0].hash not in again and {page.hash for page in first.pages[1:]} <= again, (
+        "only what failed, once more"
+    )
 
 
 def test_the_store_gets_a_hint_only_for_fetches_that_must_wait() -> None:
     """For those that begin at once it would be one more copy of the same bytes."""
     desk = store_desk(host_pages=64)
-    prompts = [[number * 100 + offset for offset in range(9)] for number in range(1, TICKETS_AT_ONCE + 2)]
+    prompts = [
+        [number * 100 + offset for offset in range(9)] for number in range(1, TICKETS_AT_ONCE + 2)
+    ]
     hints = []
     for number, prompt in enumerate(prompts):
         (query,) = ask(desk, f"r{number}", prompt).queries
         hints.append(desk.take(QueryDone(query.number, 2)).hints)
     assert hints[:-1] == [[]] * TICKETS_AT_ONCE, "ranks read them at the same time"
     (hint,) = hints[-1]
-    assert len(hint.hashes) == 2 and hint.group == hint.hashes[0], "ranks come to it once another is done"
+    assert len(hint.hashes) == 2 and hint.group == hint.hashes[0], (
+        "ranks come to it once another is done"
+    )
 
 
 def test_a_fetch_that_finds_no_host_pages_leaves_a_hint() -> None:
@@ -351,7 +390,9 @@ def test_a_fetch_that_finds_no_host_pages_leaves_a_hint() -> None:
     issue(desk)
     (query,) = ask(desk, "b", list(range(30, 48))).queries
     effects = desk.take(QueryDone(query.number, 4))
-    assert not effects.orders and [len(hint.hashes) for hint in effects.hints] == [4], "it is asked for again in a few steps"
+    assert not effects.orders and [len(hint.hashes) for hint in effects.hints] == [4], (
+        "it is asked for again in a few steps"
+    )
 
 
 def test_a_group_is_the_first_pages_hash_for_what_is_stored_asked_for_and_fetched() -> None:
@@ -360,7 +401,9 @@ def test_a_group_is_the_first_pages_hash_for_what_is_stored_asked_for_and_fetche
     first = stored.pages[0].hash
     assert len(stored.pages) == 2 and {page.group for page in stored.pages} == {first}
     (query,) = ask(desk, "longer").queries
-    assert len(query.hashes) == 3 and query.group == first, "the first pages are in the tree, and name the group all the same"
+    assert len(query.hashes) == 3 and query.group == first, (
+        "the first pages are in the tree, and name the group all the same"
+    )
     (ticket,) = desk.take(QueryDone(query.number, 3)).orders
     assert isinstance(ticket, Ticket) and [page.hash for page in ticket.pages] == list(query.hashes)
     assert {page.group for page in ticket.pages} == {first}
@@ -391,7 +434,9 @@ def saving() -> tuple[StoreDesk, Store]:
     desk.take(QueryDone(query.number, 0))
     orders: list[Store] = []
     for plan in desk.plans:
-        samples = tuple(Sample(piece.slot, 0) for piece in plan.pieces if piece.sample)  # its first token is its last
+        samples = tuple(
+            Sample(piece.slot, 0) for piece in plan.pieces if piece.sample
+        )  # its first token is its last
         desk.take(PlanDone(1, 0, plan.number, samples))
         if plan.backup is not None:
             effects = desk.take(TransferDone(1, 0, plan.backup.transfer, len(plan.backup.copies)))
@@ -443,7 +488,9 @@ def run_plans(desk: StoreDesk) -> None:
         samples = tuple(Sample(piece.slot, 9) for piece in plan.pieces if piece.sample)
         effects = [desk.take(PlanDone(1, 0, plan.number, samples))]
         if plan.backup is not None:
-            effects.append(desk.take(TransferDone(1, 0, plan.backup.transfer, len(plan.backup.copies))))
+            effects.append(
+                desk.take(TransferDone(1, 0, plan.backup.transfer, len(plan.backup.copies)))
+            )
         for query in [query for effect in effects for query in effect.queries]:
             desk.take(QueryDone(query.number, 0))
         desk.take()
@@ -467,17 +514,25 @@ def fetched_below_device_pages(**config: object) -> StoreDesk:
     return desk
 
 
-def test_what_waits_for_a_request_is_taken_back_when_one_before_it_needs_the_device_pages_above() -> None:
+def test_what_waits_for_a_request_is_taken_back_when_one_before_it_needs_the_device_pages_above() -> (
+    None
+):
     """Otherwise the first in the queue waits for pages that the second's pins keep, and the second waits behind it for ever."""
     desk = fetched_below_device_pages(pages=8)
-    submit = Submit("first", pack_tokens([90] * 29), SamplingParams(max_tokens=2, seed=0), (0,), priority=1)
+    submit = Submit(
+        "first", pack_tokens([90] * 29), SamplingParams(max_tokens=2, seed=0), (0,), priority=1
+    )
     (query,) = desk.take(submit).queries
     desk.take(QueryDone(query.number, 0))
     run_plans(desk)
-    assert desk.finish("first") is FinishReason.LENGTH and desk.finish("waits") is FinishReason.LENGTH
+    assert (
+        desk.finish("first") is FinishReason.LENGTH and desk.finish("waits") is FinishReason.LENGTH
+    )
 
 
-def test_a_device_flush_of_an_idle_replica_is_answered_at_once_whatever_hangs_on_its_pages() -> None:
+def test_a_device_flush_of_an_idle_replica_is_answered_at_once_whatever_hangs_on_its_pages() -> (
+    None
+):
     desk = fetched_below_device_pages()
     desk.take(Abort("waits"))
     run_plans(desk)
@@ -506,7 +561,9 @@ def taken(desk: StoreDesk, order: Store) -> Effects:
 
 def stores(effects: Effects) -> list[set[bytes]]:
     """The pages of each STORE."""
-    return [{page.hash for page in order.pages} for order in effects.orders if isinstance(order, Store)]
+    return [
+        {page.hash for page in order.pages} for order in effects.orders if isinstance(order, Store)
+    ]
 
 
 def given_up() -> tuple[StoreDesk, Store]:
@@ -539,8 +596,12 @@ def test_after_a_flush_of_the_store_alone_pages_in_memory_count_as_stored_no_lon
     taken(desk, order)
     assert not stores(ask(desk, "b", PROMPT[:9])), "it is there"
     desk.take(Abort("b"))
-    assert not stores(desk.take(StoreEmptied())), "whoever emptied it did not want it filled at once"
-    assert stores(ask(desk, "c", PROMPT[:9])) == [{page.hash for page in order.pages}], "but when they are used"
+    assert not stores(desk.take(StoreEmptied())), (
+        "whoever emptied it did not want it filled at once"
+    )
+    assert stores(ask(desk, "c", PROMPT[:9])) == [{page.hash for page in order.pages}], (
+        "but when they are used"
+    )
 
 
 def test_what_was_being_stored_while_the_store_was_emptied_is_stored_again() -> None:

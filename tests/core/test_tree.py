@@ -48,7 +48,9 @@ class TreeTwin(RuleBasedStateMachine):
             return False
         if tier is Tier.DEVICE:
             return Tier.HOST in tiers or not children
-        return not any(Tier.HOST in child for child in children) and (Tier.DEVICE in tiers or not children)
+        return not any(Tier.HOST in child for child in children) and (
+            Tier.DEVICE in tiers or not children
+        )
 
     @rule(prefix=PREFIXES)
     def use(self, prefix: tuple[int, ...]) -> None:
@@ -67,7 +69,9 @@ class TreeTwin(RuleBasedStateMachine):
                 self.tree.pin(node)
         for index in range(known, len(prefix)):
             self.pages += 1
-            path.append(self.tree.insert(hashes[index], path[-1] if path else None, Tier.DEVICE, self.pages))
+            path.append(
+                self.tree.insert(hashes[index], path[-1] if path else None, Tier.DEVICE, self.pages)
+            )
             self.ticks[prefix[: index + 1]] = self.tick
         for length in range(1, len(prefix) + 1):
             self.resident.setdefault(prefix[:length], set()).add(Tier.DEVICE)
@@ -87,7 +91,9 @@ class TreeTwin(RuleBasedStateMachine):
     def save(self, data: st.DataObject) -> None:
         """A page goes to the host, if its parent is there."""
         prefix = data.draw(st.sampled_from(sorted(self.resident)))
-        if Tier.HOST in self.resident[prefix] or (prefix[:-1] and Tier.HOST not in self.resident[prefix[:-1]]):
+        if Tier.HOST in self.resident[prefix] or (
+            prefix[:-1] and Tier.HOST not in self.resident[prefix[:-1]]
+        ):
             return
         self.pages += 1
         self.tree.place(self.node(prefix), Tier.HOST, self.pages)
@@ -98,7 +104,9 @@ class TreeTwin(RuleBasedStateMachine):
 
     @rule(tier=st.sampled_from(Tier))
     def evict(self, tier: Tier) -> None:
-        candidates = {prefix: self.ticks[prefix] for prefix in self.resident if self.may_go(prefix, tier)}
+        candidates = {
+            prefix: self.ticks[prefix] for prefix in self.resident if self.may_go(prefix, tier)
+        }
         pages = {self.node(prefix).pages[tier]: prefix for prefix in candidates}
         page = self.tree.evict(tier)
         if not candidates:
@@ -117,9 +125,14 @@ class TreeTwin(RuleBasedStateMachine):
         assert len(self.tree) == len(self.resident)
         for prefix, tiers in self.resident.items():
             assert {tier for tier in Tier if self.node(prefix).pages[tier] != NONE} == tiers
-        device = sum(Tier.DEVICE in tiers and not self.held(prefix) for prefix, tiers in self.resident.items())
+        device = sum(
+            Tier.DEVICE in tiers and not self.held(prefix)
+            for prefix, tiers in self.resident.items()
+        )
         assert self.tree.unpinned(Tier.DEVICE) == device
-        assert self.tree.unpinned(Tier.HOST) == sum(Tier.HOST in tiers for tiers in self.resident.values())
+        assert self.tree.unpinned(Tier.HOST) == sum(
+            Tier.HOST in tiers for tiers in self.resident.values()
+        )
 
 
 TestTreeTwin = TreeTwin.TestCase

@@ -84,12 +84,21 @@ def served(start: Start) -> Served:
 @pytest.fixture(scope="module")
 def texts(served: Served) -> dict[int, str]:
     """What an undisturbed server says: sampled, so that no two tokens of it are alike by habit."""
-    answers = {seed: httpx.post(f"{served.url}/v1/completions", json=body(seed), timeout=DEADLINE_S) for seed in SEEDS}
+    answers = {
+        seed: httpx.post(f"{served.url}/v1/completions", json=body(seed), timeout=DEADLINE_S)
+        for seed in SEEDS
+    }
     return {seed: answer.json()["choices"][0]["text"] for seed, answer in answers.items()}
 
 
 def body(seed: int) -> dict[str, object]:
-    return {"model": "tiny", "prompt": PROMPT, "max_tokens": TOKENS, "seed": seed, "ignore_eos": True}
+    return {
+        "model": "tiny",
+        "prompt": PROMPT,
+        "max_tokens": TOKENS,
+        "seed": seed,
+        "ignore_eos": True,
+    }
 
 
 @dataclass
@@ -102,7 +111,9 @@ class Streams:
     errors: list[Exception] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        client = openai.OpenAI(base_url=f"{self.served.url}/v1", api_key="none", max_retries=0, timeout=DEADLINE_S)
+        client = openai.OpenAI(
+            base_url=f"{self.served.url}/v1", api_key="none", max_retries=0, timeout=DEADLINE_S
+        )
         self._threads = [threading.Thread(target=self._read, args=(client, seed)) for seed in SEEDS]
         for thread in self._threads:
             thread.start()
@@ -110,7 +121,14 @@ class Streams:
     def _read(self, client: openai.OpenAI, seed: int) -> None:
         extra = {"ignore_eos": True, "cache_salt": self.salt}
         try:
-            stream = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=TOKENS, seed=seed, stream=True, extra_body=extra)
+            stream = client.completions.create(
+                model="tiny",
+                prompt=PROMPT,
+                max_tokens=TOKENS,
+                seed=seed,
+                stream=True,
+                extra_body=extra,
+            )
             for chunk in stream:
                 self.pieces[seed].append(chunk.choices[0].text)
         except Exception as error:
@@ -121,7 +139,9 @@ class Streams:
         return sum(map(len, self.pieces.values()))
 
     def wait_tokens(self, count: int) -> None:
-        wait_until(lambda: self.tokens >= count or not any(thread.is_alive() for thread in self._threads))
+        wait_until(
+            lambda: self.tokens >= count or not any(thread.is_alive() for thread in self._threads)
+        )
 
     def join(self) -> dict[int, str]:
         for thread in self._threads:
@@ -145,18 +165,29 @@ def new_ranks(served: Served, old: list[psutil.Process]) -> list[psutil.Process]
 
 def restarts(served: Served) -> int:
     lines = httpx.get(f"{served.url}/metrics").text.splitlines()
-    return next(int(float(line.split()[1])) for line in lines if line.startswith("forebay_worker_restarts_total"))
+    return next(
+        int(float(line.split()[1]))
+        for line in lines
+        if line.startswith("forebay_worker_restarts_total")
+    )
 
 
 def check_flight_record(line: str) -> str:
     """What every process did is in it. Returns its reason."""
     record = read_flight_record(Path(line.split("flight record ")[1].split(";")[0]))
-    assert {name for name, spans in spans_of(record).items() if spans} == {"frontend", "planner", "rank 0", "rank 1"}
+    assert {name for name, spans in spans_of(record).items() if spans} == {
+        "frontend",
+        "planner",
+        "rank 0",
+        "rank 1",
+    }
     check_trace(chrome_trace([record]))
     return record.reason
 
 
-def test_all_ranks_at_once_and_again_while_they_start(served: Served, texts: dict[int, str]) -> None:
+def test_all_ranks_at_once_and_again_while_they_start(
+    served: Served, texts: dict[int, str]
+) -> None:
     streams = Streams(served, "all at once")
     streams.wait_tokens(100)
     ranks = served.ranks
@@ -174,13 +205,21 @@ def test_a_rank_that_is_stopped_before_its_first_word_is_replaced(start: Start) 
     wait_until(lambda: len(psutil.Process(served.process.pid).children()) == 1)
     first = new_ranks(served, [])
     first[1].suspend()
-    assert f"rank 1 (process {first[1].pid}) has been stopped for 5 s while it started" in served.wait_line("has been stopped")
-    assert httpx.post(f"{served.url}/v1/completions", json=body(1), timeout=DEADLINE_S).status_code == 200
+    assert (
+        f"rank 1 (process {first[1].pid}) has been stopped for 5 s while it started"
+        in served.wait_line("has been stopped")
+    )
+    assert (
+        httpx.post(f"{served.url}/v1/completions", json=body(1), timeout=DEADLINE_S).status_code
+        == 200
+    )
     assert not any(rank.is_running() for rank in first)
     assert restarts(served) == 1
 
 
-def test_beyond_the_retries_health_and_requests_say_why_and_then_the_server_ends(start: Start) -> None:
+def test_beyond_the_retries_health_and_requests_say_why_and_then_the_server_ends(
+    start: Start,
+) -> None:
     served = start()
     url = served.url
     streams = Streams(served, "none")
@@ -197,15 +236,21 @@ def test_beyond_the_retries_health_and_requests_say_why_and_then_the_server_ends
     for route in ("/health", "/ready"):
         answer = httpx.get(f"{url}{route}")
         assert answer.status_code == 503
-        assert answer.json()["state"] == "failed" and "was ended by SIGKILL" in answer.json()["detail"]
+        assert (
+            answer.json()["state"] == "failed" and "was ended by SIGKILL" in answer.json()["detail"]
+        )
     refused = httpx.post(f"{url}/v1/completions", json=body(1))
-    assert refused.status_code == 503 and "3 restarts in a row" in refused.json()["error"]["message"]
+    assert (
+        refused.status_code == 503 and "3 restarts in a row" in refused.json()["error"]["message"]
+    )
     served.process.send_signal(signal.SIGTERM)
     assert served.wait_end() == 1
     assert "Traceback" not in "".join(served.lines)
 
 
-def test_a_digest_that_differs_is_named_and_requests_are_kept(start: Start, texts: dict[int, str], tmp_path: Path) -> None:
+def test_a_digest_that_differs_is_named_and_requests_are_kept(
+    start: Start, texts: dict[int, str], tmp_path: Path
+) -> None:
     """Planted in the first stage and later in the last one, in processes that are otherwise the real ones."""
     (tmp_path / "sitecustomize.py").write_text(PLANT)
     path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -220,7 +265,9 @@ def test_a_digest_that_differs_is_named_and_requests_are_kept(start: Start, text
     assert all("is the first to differ" in reason for reason in reasons)
 
 
-def test_a_prompt_that_crashes_ranks_at_its_end_is_ended_alone(start: Start, texts: dict[int, str], tmp_path: Path) -> None:
+def test_a_prompt_that_crashes_ranks_at_its_end_is_ended_alone(
+    start: Start, texts: dict[int, str], tmp_path: Path
+) -> None:
     """Its first chunks always retire, and the others' tokens come: neither is progress of its own."""
     (tmp_path / "sitecustomize.py").write_text(CRASH)
     path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -229,7 +276,11 @@ def test_a_prompt_that_crashes_ranks_at_its_end_is_ended_alone(start: Start, tex
     streams.wait_tokens(20)
     crashing = body(1) | {"prompt": (PROMPT * 2)[:490], "max_tokens": 8}
     answer = httpx.post(f"{served.url}/v1/completions", json=crashing, timeout=DEADLINE_S)
-    assert answer.status_code == 503 and "times on this request: rank" in answer.text and "was ended by SIGSEGV" in answer.text
+    assert (
+        answer.status_code == 503
+        and "times on this request: rank" in answer.text
+        and "was ended by SIGSEGV" in answer.text
+    )
     assert streams.join() == texts
     assert restarts(served) <= 4
     wait_until(lambda: httpx.get(f"{served.url}/ready").status_code == 200)
@@ -238,7 +289,9 @@ def test_a_prompt_that_crashes_ranks_at_its_end_is_ended_alone(start: Start, tex
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("seed", range(3))
-def test_losses_at_any_moment_cost_time_and_nothing_else(start: Start, texts: dict[int, str], seed: int) -> None:
+def test_losses_at_any_moment_cost_time_and_nothing_else(
+    start: Start, texts: dict[int, str], seed: int
+) -> None:
     """Killed and stopped, in prefill, decode and start-up, one and several at once; progress between, so it never ends."""
     chance = random.Random(seed)
     served = start()
@@ -250,11 +303,15 @@ def test_losses_at_any_moment_cost_time_and_nothing_else(start: Start, texts: di
             streams.wait_tokens(chance.randrange(1, 300))
         ranks = served.ranks
         for rank in chance.sample(ranks, chance.choice([1, 1, 2])):
-            with contextlib.suppress(psutil.NoSuchProcess):  # the first loss may have ended the second rank already
+            with contextlib.suppress(
+                psutil.NoSuchProcess
+            ):  # the first loss may have ended the second rank already
                 rank.send_signal(chance.choice([signal.SIGKILL, signal.SIGSTOP]))
         losses += 1
         if chance.random() < 0.5:
-            chance.choice(new_ranks(served, ranks)).send_signal(chance.choice([signal.SIGKILL, signal.SIGSTOP]))
+            chance.choice(new_ranks(served, ranks)).send_signal(
+                chance.choice([signal.SIGKILL, signal.SIGSTOP])
+            )
             losses += 1
         assert streams.join() == texts, (seed, turn)
     assert restarts(served) == losses

@@ -53,7 +53,9 @@ def fill(lines: IO[str]) -> None:
     os.close(writing)
 
 
-def test_a_server_whose_reader_has_gone_ends_with_its_planner(unread: tuple[subprocess.Popen[str], IO[str]]) -> None:
+def test_a_server_whose_reader_has_gone_ends_with_its_planner(
+    unread: tuple[subprocess.Popen[str], IO[str]],
+) -> None:
     process, lines = unread
     everybody = psutil.Process(process.pid).children(recursive=True)
     lines.close()
@@ -63,7 +65,9 @@ def test_a_server_whose_reader_has_gone_ends_with_its_planner(unread: tuple[subp
 
 
 @pytest.mark.slow
-def test_a_server_whose_reader_has_gone_outlives_a_rank(unread: tuple[subprocess.Popen[str], IO[str]]) -> None:
+def test_a_server_whose_reader_has_gone_outlives_a_rank(
+    unread: tuple[subprocess.Popen[str], IO[str]],
+) -> None:
     """What the planner has to say of a lost rank was once its own end."""
     process, lines = unread
     lines.close()
@@ -79,7 +83,9 @@ def test_a_server_whose_reader_has_gone_outlives_a_rank(unread: tuple[subprocess
 
 
 @pytest.mark.parametrize("what", ["planner", pytest.param("server", marks=pytest.mark.slow)])
-def test_a_server_whose_reader_has_stopped_reading_ends(unread: tuple[subprocess.Popen[str], IO[str]], what: str) -> None:
+def test_a_server_whose_reader_has_stopped_reading_ends(
+    unread: tuple[subprocess.Popen[str], IO[str]], what: str
+) -> None:
     process, lines = unread
     everybody = psutil.Process(process.pid).children(recursive=True)
     fill(lines)
@@ -95,7 +101,9 @@ def test_a_server_whose_reader_has_stopped_reading_ends(unread: tuple[subprocess
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("seed", range(10))
-def test_a_server_ends_at_whatever_moment_it_loses_its_planner_or_is_told_to(model_dir: Path, tmp_path: Path, seed: int) -> None:
+def test_a_server_ends_at_whatever_moment_it_loses_its_planner_or_is_told_to(
+    model_dir: Path, tmp_path: Path, seed: int
+) -> None:
     """While it starts, under load, and while it ends already."""
     chance = random.Random(seed)
     store = f"embedded:{tmp_path / 'store'}?dram=16MiB&ssd=32MiB"
@@ -118,7 +126,9 @@ def end_somehow(served: Served, chance: random.Random) -> None:
         time.sleep(chance.uniform(0, 1.5))  # the moment is what is tried
     else:
         time.sleep(chance.uniform(0, 5))
-    what = chance.choice(["planner", "stopped planner", "end", "end, then planner", "stopped server, planner"])
+    what = chance.choice(
+        ["planner", "stopped planner", "end", "end, then planner", "stopped server, planner"]
+    )
     statuses = hit(served.process, what, chance)
     assert served.process.wait(DEADLINE_S) in statuses, served.lines
     for client in clients:
@@ -126,15 +136,28 @@ def end_somehow(served: Served, chance: random.Random) -> None:
 
 
 def ask(url: str, seed: int) -> None:
-    body = {"model": "tiny", "prompt": "The water gathers before it falls. " * 8, "max_tokens": 150, "seed": seed, "ignore_eos": True}
-    with contextlib.suppress(httpx.HTTPError), httpx.stream("POST", f"{url}/v1/completions", json=body | {"stream": True}) as answer:
+    body = {
+        "model": "tiny",
+        "prompt": "The water gathers before it falls. " * 8,
+        "max_tokens": 150,
+        "seed": seed,
+        "ignore_eos": True,
+    }
+    with (
+        contextlib.suppress(httpx.HTTPError),
+        httpx.stream("POST", f"{url}/v1/completions", json=body | {"stream": True}) as answer,
+    ):
         for _ in answer.iter_lines():
             pass
 
 
 def hit(process: subprocess.Popen[str], what: str, chance: random.Random) -> set[int]:
     """Do ``what`` to the server; the statuses that it may end with. Before it has a planner it can only be told to end."""
-    planners = [child for child in psutil.Process(process.pid).children() if "forebay.runtime.planner_process" in command_line(child)]
+    planners = [
+        child
+        for child in psutil.Process(process.pid).children()
+        if "forebay.runtime.planner_process" in command_line(child)
+    ]
     if what.startswith("end") or not planners:
         process.terminate()
         if "planner" in what and planners:

@@ -35,12 +35,18 @@ def start_server(text_model: ServedModel) -> Iterator[Callable[..., Server]]:
 
         def run() -> None:
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-                status.append(runner.run(serve_on(sock, planner, text_model, settings or Settings(store="none"))))
+                status.append(
+                    runner.run(
+                        serve_on(sock, planner, text_model, settings or Settings(store="none"))
+                    )
+                )
 
         thread = threading.Thread(target=run)
         thread.start()
         url = f"http://127.0.0.1:{port}"
-        server = Server(planner, url, port, httpx.Client(base_url=url, timeout=DEADLINE_S), thread, status)
+        server = Server(
+            planner, url, port, httpx.Client(base_url=url, timeout=DEADLINE_S), thread, status
+        )
         started.append(server)
         return server
 

@@ -48,7 +48,9 @@ class Running:
 class FakePlanner:
     """``script`` gives a sequence's tokens; they end with STOP at a token of its `eos` or `stop_token_ids`, else with LENGTH."""
 
-    def __init__(self, script: Script, max_context: int, flight_dir: Path = Path("/nowhere")) -> None:
+    def __init__(
+        self, script: Script, max_context: int, flight_dir: Path = Path("/nowhere")
+    ) -> None:
         self.endpoint = new_endpoint("test")
         self.identity = new_identity()
         self.max_context = max_context
@@ -138,7 +140,12 @@ class FakePlanner:
                     self._abort(message, socket)
                 else:
                     self.flushes.append(message)
-                    socket.send_multipart([identity, encode(FlushDone(message.call, 0 if self.busy else 7, self.busy))])
+                    socket.send_multipart(
+                        [
+                            identity,
+                            encode(FlushDone(message.call, 0 if self.busy else 7, self.busy)),
+                        ]
+                    )
                 self._changed.notify_all()
 
     def _submit(self, submit: Submit, socket: "zmq.Socket[bytes]") -> None:
@@ -158,11 +165,18 @@ class FakePlanner:
 
     def _can_emit(self) -> bool:
         with self._changed:
-            return any(self._allowed is None or running.sent < self._allowed for running in self._running.values())
+            return any(
+                self._allowed is None or running.sent < self._allowed
+                for running in self._running.values()
+            )
 
     def _emit(self) -> list[Output]:
         with self._changed:
-            ready = [one for one in self._running.values() if self._allowed is None or one.sent < self._allowed]
+            ready = [
+                one
+                for one in self._running.values()
+                if self._allowed is None or one.sent < self._allowed
+            ]
             outputs = [self._next(running) for running in ready]
             for output in outputs:
                 if output.finish is not None:
@@ -186,8 +200,17 @@ class FakePlanner:
         logprobs: tuple[TokenLogprobs, ...] = ()
         if params.logprobs is not None:
             others = tuple(range(65, 65 + params.logprobs))
-            logprobs = (TokenLogprobs(-0.5, others, tuple(-1.0 - index for index in range(len(others)))),)
-        return Output(submit.request_id, (token,), logprobs, self.usage if running.sent == 1 else None, finish, stop_token)
+            logprobs = (
+                TokenLogprobs(-0.5, others, tuple(-1.0 - index for index in range(len(others)))),
+            )
+        return Output(
+            submit.request_id,
+            (token,),
+            logprobs,
+            self.usage if running.sent == 1 else None,
+            finish,
+            stop_token,
+        )
 
     def _snapshot(self) -> Snapshot:
         with self._changed:

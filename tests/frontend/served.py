@@ -34,7 +34,9 @@ class Server:
 
     @property
     def openai(self) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=DEADLINE_S)
+        return openai.OpenAI(
+            base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=DEADLINE_S
+        )
 
     def post(self, path: str, **body: object) -> httpx.Response:
         return self.http.post(path, json={"model": MODEL, **body})

@@ -32,32 +32,50 @@ def test_models_version_and_health(server: Server) -> None:
     }
 
 
-def test_a_store_that_is_not_well_is_said_everywhere_and_no_reason_to_be_unhealthy(server: Server) -> None:
+def test_a_store_that_is_not_well_is_said_everywhere_and_no_reason_to_be_unhealthy(
+    server: Server,
+) -> None:
     server.planner.store = StoreHealth("open", "no answer to a get within 4.0 s", 2, 7)
     until(lambda: server.http.get("/health").json()["store"]["state"] == "open")
     health = server.http.get("/health")
     assert health.status_code == 200 and server.http.get("/ready").status_code == 200
-    assert health.json()["store"] == {"state": "open", "detail": "no answer to a get within 4.0 s", "openings": 2, "refused": 7}
+    assert health.json()["store"] == {
+        "state": "open",
+        "detail": "no answer to a get within 4.0 s",
+        "openings": 2,
+        "refused": 7,
+    }
     assert server.http.get("/cache").json()["store"] == health.json()["store"]
-    names = {"forebay_store_up": 0, "forebay_store_openings_total": 2, "forebay_store_refused_calls_total": 7}
+    names = {
+        "forebay_store_up": 0,
+        "forebay_store_openings_total": 2,
+        "forebay_store_refused_calls_total": 7,
+    }
     assert all(metric(server, name) == value for name, value in names.items())
 
 
 def test_tokenize_and_detokenize_are_each_others_inverse(server: Server) -> None:
     answer = server.post("/tokenize", prompt="héy").json()
     assert answer == {"count": 4, "max_model_len": CONTEXT, "tokens": list("héy".encode())}
-    assert server.post("/detokenize", tokens=[*answer["tokens"], EOS]).json() == {"prompt": "héy<end>"}
+    assert server.post("/detokenize", tokens=[*answer["tokens"], EOS]).json() == {
+        "prompt": "héy<end>"
+    }
     chat = server.post("/tokenize", messages=[{"role": "user", "content": "x"}]).json()
     assert bytes(chat["tokens"]) == b"<user>x\n<assistant>"
     assert server.post("/tokenize").status_code == 400
     error = server.post("/detokenize", tokens=[10**6]).json()["error"]
-    assert error["param"] == "tokens" and error["message"].startswith("tokens has the token id 1000000")
+    assert error["param"] == "tokens" and error["message"].startswith(
+        "tokens has the token id 1000000"
+    )
 
 
 def test_cache_and_flush(server: Server) -> None:
     cache = server.http.get("/cache").json()
     assert cache["tiers"]["device"]["capacity"] == 64
-    assert cache["hits"] == {"prompt_tokens": 40, "cached_tokens": {"device": 8, "host": 0, "store": 0}}
+    assert cache["hits"] == {
+        "prompt_tokens": 40,
+        "cached_tokens": {"device": 8, "host": 0, "store": 0},
+    }
     for path in ("/cache/flush", "/flush_cache"):
         assert server.http.post(path).json() == {"tiers": ["device", "host"], "freed_pages": 7}
     server.http.post("/cache/flush", json={"tiers": ["device"], "timeout_s": 2.5})
@@ -119,7 +137,10 @@ def test_the_timeline_shows_what_requests_waited_for(server: Server) -> None:
     answer = server.post("/v1/completions", prompt="x", n=2)
     assert answer.status_code == 200
     slices = check_trace(server.http.get("/timeline?seconds=5").json())
-    assert [event["args"]["tokens"] for event in slices if event["name"] == "request"][-2:] == [6, 6]
+    assert [event["args"]["tokens"] for event in slices if event["name"] == "request"][-2:] == [
+        6,
+        6,
+    ]
     assert len([event for event in slices if event["name"] == "ttft"]) >= 2
     for wrong in ("0", "-1", "x", "nan", "1e9"):
         refusal = server.http.get(f"/timeline?seconds={wrong}")
@@ -132,7 +153,9 @@ METRICS = {
     "forebay_queue_seconds": {},
     "forebay_prompt_tokens_total": {},
     "forebay_cached_tokens_total": {"tier": {"device", "host", "store"}},
-    "forebay_ticket_total": {"outcome": {"issued", "miss", "complete", "short", "joined", "aborted"}},
+    "forebay_ticket_total": {
+        "outcome": {"issued", "miss", "complete", "short", "joined", "aborted"}
+    },
     "forebay_ticket_seconds": {"phase": {"query", "fetch"}},
     "forebay_transfer_bytes_total": {"kind": {"backup", "load", "store", "fetch"}},
     "forebay_transfer_seconds": {"kind": {"backup", "load", "store", "fetch"}},
@@ -149,7 +172,9 @@ METRICS = {
 
 
 @pytest.mark.parametrize("name", METRICS)
-def test_every_promised_metric_is_there_before_anything_was_counted(server: Server, name: str) -> None:
+def test_every_promised_metric_is_there_before_anything_was_counted(
+    server: Server, name: str
+) -> None:
     until(lambda: "forebay_plan_seconds" in server.http.get("/metrics").text)
     found = [
         sample
@@ -167,17 +192,31 @@ def test_with_a_key_everything_but_the_probes_asks_for_it(start_server: Start) -
     key = hashlib.sha256(b"any").hexdigest()
     server = wait_ready(start_server(Settings(api_key=key)))
     assert server.http.get("/health").status_code == 200
-    for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": key}, {"Authorization": f"Bearer {key}x"}):
-        for method, path in (("POST", "/v1/completions"), ("GET", "/v1/models"), ("POST", "/flush_cache"), ("GET", "/nowhere")):
+    for headers in (
+        {},
+        {"Authorization": "Bearer wrong"},
+        {"Authorization": key},
+        {"Authorization": f"Bearer {key}x"},
+    ):
+        for method, path in (
+            ("POST", "/v1/completions"),
+            ("GET", "/v1/models"),
+            ("POST", "/flush_cache"),
+            ("GET", "/nowhere"),
+        ):
             answer = server.http.request(method, path, headers=headers)
             assert answer.status_code == 401
             assert answer.json()["error"]["code"] == "invalid_api_key"
-    assert server.http.get("/v1/models", headers={"Authorization": f"Bearer {key}"}).status_code == 200
+    assert (
+        server.http.get("/v1/models", headers={"Authorization": f"Bearer {key}"}).status_code == 200
+    )
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0)
     assert client.completions.create(model=MODEL, prompt="x").choices[0].text == "hello"
 
 
-def test_while_the_model_loads_health_says_so_and_requests_are_told_to_come_back(start_server: Start) -> None:
+def test_while_the_model_loads_health_says_so_and_requests_are_told_to_come_back(
+    start_server: Start,
+) -> None:
     planner = FakePlanner(says("hello"), CONTEXT)
     planner.state = GridState.STARTING
     planner.detail = "loading weights"
@@ -195,7 +234,9 @@ def test_while_the_model_loads_health_says_so_and_requests_are_told_to_come_back
     assert server.post("/v1/completions", prompt="x").status_code == 200
 
 
-def test_a_model_that_cannot_be_loaded_ends_the_server_with_its_reason(start_server: Start, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_that_cannot_be_loaded_ends_the_server_with_its_reason(
+    start_server: Start, capsys: pytest.CaptureFixture[str]
+) -> None:
     planner = FakePlanner(says("hello"), CONTEXT)
     planner.state, planner.detail = GridState.FAILED, "rank 0: model.safetensors is damaged"
     server = start_server(planner=planner)
@@ -215,10 +256,15 @@ def test_the_planners_death_ends_streams_with_an_error_and_the_server_with_a_lin
     with pytest.raises(openai.APIError, match="the planner process ended with status -9"):
         list(stream)
     assert server.wait_end() == 1
-    assert capsys.readouterr().err.splitlines()[-1] == "forebay: the planner process ended with status -9"
+    assert (
+        capsys.readouterr().err.splitlines()[-1]
+        == "forebay: the planner process ended with status -9"
+    )
 
 
-def test_a_planner_that_falls_silent_is_unhealthy_and_then_given_up(start_server: Start, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_planner_that_falls_silent_is_unhealthy_and_then_given_up(
+    start_server: Start, capsys: pytest.CaptureFixture[str]
+) -> None:
     server = wait_ready(start_server())
     server.planner.mute = True
     until(lambda: server.http.get("/health").status_code == 503)

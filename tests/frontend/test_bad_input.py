@@ -60,7 +60,9 @@ def test_a_conversation_over_the_context(server: Server) -> None:
 def test_prompt_and_max_tokens_together_over_the_context(server: Server) -> None:
     error = error_of(server.post("/v1/completions", prompt="x" * 10, max_tokens=CONTEXT - 9))
     assert error["code"] == "context_length_exceeded"
-    assert server.post("/v1/completions", prompt="x" * 10, max_tokens=CONTEXT - 10).status_code == 200
+    assert (
+        server.post("/v1/completions", prompt="x" * 10, max_tokens=CONTEXT - 10).status_code == 200
+    )
 
 
 def test_a_prompt_over_the_device_cache_is_refused_by_the_planner(server: Server) -> None:
@@ -107,7 +109,9 @@ def test_an_unknown_field_is_named(server: Server, fields: dict[str, object], pa
         ("model", 5, "expected str"),
     ],
 )
-def test_a_wrong_type_is_named_with_what_is_allowed(server: Server, field: str, value: object, said: str) -> None:
+def test_a_wrong_type_is_named_with_what_is_allowed(
+    server: Server, field: str, value: object, said: str
+) -> None:
     error = error_of(server.post("/v1/completions", **{"prompt": "x", field: value}))
     assert error["param"].startswith(field)
     assert said in error["message"]
@@ -177,26 +181,40 @@ def test_a_value_out_of_range_is_named(server: Server, field: str, value: object
         ("messages", [{"role": "user", "content": None}]),
         ("messages", [{"role": "tool", "content": "x"}]),
         ("messages", [{"role": "user", "content": "x", "name": "Bo"}]),
-        ("messages", [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]),
+        (
+            "messages",
+            [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
+        ),
         ("messages", [{"role": "user", "content": "x", "colour": "red"}]),
         ("messages", [{"role": "user", "content": "refuse me"}]),
         ("messages", "x"),
     ],
 )
-def test_what_chat_does_not_do_is_refused_by_name(server: Server, field: str, value: object) -> None:
+def test_what_chat_does_not_do_is_refused_by_name(
+    server: Server, field: str, value: object
+) -> None:
     error = error_of(server.post("/v1/chat/completions", **{"messages": USER, field: value}))
     assert error["param"].startswith(field)
     assert server.planner.submits == []
 
 
-@pytest.mark.parametrize(("field", "value"), [("echo", True), ("suffix", "x"), ("best_of", 3), ("use_beam_search", True)])
-def test_what_completions_do_not_do_is_refused_by_name(server: Server, field: str, value: object) -> None:
-    assert error_of(server.post("/v1/completions", **{"prompt": "x", field: value}))["param"] == field
+@pytest.mark.parametrize(
+    ("field", "value"), [("echo", True), ("suffix", "x"), ("best_of", 3), ("use_beam_search", True)]
+)
+def test_what_completions_do_not_do_is_refused_by_name(
+    server: Server, field: str, value: object
+) -> None:
+    assert (
+        error_of(server.post("/v1/completions", **{"prompt": "x", field: value}))["param"] == field
+    )
 
 
 def test_max_tokens_in_both_spellings(server: Server) -> None:
     both = {"max_tokens": 3, "max_completion_tokens": 4}
-    assert error_of(server.post("/v1/chat/completions", messages=USER, **both))["param"] == "max_completion_tokens"
+    assert (
+        error_of(server.post("/v1/chat/completions", messages=USER, **both))["param"]
+        == "max_completion_tokens"
+    )
     answer = server.post("/v1/chat/completions", messages=USER, max_completion_tokens=4)
     assert answer.json()["choices"][0]["message"]["content"] == "hell"
 
@@ -241,7 +259,9 @@ def test_a_body_of_unknown_length_over_the_limit(server: Server) -> None:
 
 def test_a_client_that_asks_first_whether_it_may_send_so_much(server: Server) -> None:
     with socket.create_connection(("127.0.0.1", server.port), DEADLINE_S) as raw:
-        raw.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\nContent-Length: 99999999999\r\n\r\n")
+        raw.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\nContent-Length: 99999999999\r\n\r\n"
+        )
         assert raw.recv(65536).startswith(b"HTTP/1.1 413 ")
 
 
@@ -260,7 +280,9 @@ def test_unknown_routes_and_wrong_methods(server: Server) -> None:
 
 def test_a_thousand_connections_that_open_and_close_leave_nothing_behind(server: Server) -> None:
     process = psutil.Process()
-    assert server.http.get("/health").status_code == 200  # the client's own connection is open from here on
+    assert (
+        server.http.get("/health").status_code == 200
+    )  # the client's own connection is open from here on
     few = process.num_fds() + 8  # of a thousand that might stay
     request = b'POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 30\r\n\r\n{"model":'
     for number in range(1000):

@@ -24,7 +24,10 @@ def test_answers_come_in_order_with_tiers_and_text(server: Server) -> None:
     assert all(position.gap == 0.5 for position in answers[0].output)
     assert (answers[0].cached_device, answers[0].cached_host, answers[0].cached_store) == (1, 2, 4)
     assert {submit.salt for submit in server.planner.submits} != {b""}
-    assert all(submit.params.temperature == 0 and submit.params.ignore_eos for submit in server.planner.submits)
+    assert all(
+        submit.params.temperature == 0 and submit.params.ignore_eos
+        for submit in server.planner.submits
+    )
 
 
 def test_the_first_token_ends_the_time_to_first_token_and_not_the_last(server: Server) -> None:
@@ -38,7 +41,10 @@ def test_the_first_token_ends_the_time_to_first_token_and_not_the_last(server: S
 def test_an_open_load_counts_from_when_a_request_was_due(server: Server) -> None:
     server.planner.script = says("hello", end=False)
     asks = draw("x", Group.MISS, 3, 10, 97, 122)
-    timed = [type(ask)(ask.index, ask.prompt, ask.is_hit, at_s) for ask, at_s in zip(asks, (0.0, 0.0, 0.05), strict=True)]
+    timed = [
+        type(ask)(ask.index, ask.prompt, ask.is_hit, at_s)
+        for ask, at_s in zip(asks, (0.0, 0.0, 0.05), strict=True)
+    ]
     answers = client(server).open_load(timed, "salt")
     assert answers[2].sent_ns - answers[0].sent_ns == pytest.approx(0.05e9, rel=1e-3)
 

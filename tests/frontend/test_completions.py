@@ -17,7 +17,11 @@ def test_a_text_is_continued_and_counted(server: Server) -> None:
     assert answer.choices[0].finish_reason == "stop"
     assert answer.object == "text_completion"
     assert answer.usage is not None
-    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens, answer.usage.total_tokens) == (3, 6, 9)
+    assert (
+        answer.usage.prompt_tokens,
+        answer.usage.completion_tokens,
+        answer.usage.total_tokens,
+    ) == (3, 6, 9)
     assert prompt_text(server.planner.submits[0]) == "Hi!"
 
 
@@ -41,7 +45,9 @@ def test_cached_tokens_are_told_by_tier_and_sum_up(server: Server) -> None:
         ([[97, 98], [99]], ["ab", "c"]),
     ],
 )
-def test_a_prompt_is_text_or_tokens_or_several_of_either(server: Server, prompt: object, seen: list[str]) -> None:
+def test_a_prompt_is_text_or_tokens_or_several_of_either(
+    server: Server, prompt: object, seen: list[str]
+) -> None:
     answer = server.post("/v1/completions", prompt=prompt)
     assert [prompt_text(submit) for submit in server.planner.submits] == seen
     assert [choice["index"] for choice in answer.json()["choices"]] == list(range(len(seen)))
@@ -52,10 +58,14 @@ def test_choices_of_several_prompts_are_numbered_prompt_by_prompt(server: Server
     answer = server.openai.completions.create(model="tiny", prompt=["a", "b"], n=2)
     assert [choice.text for choice in answer.choices] == ["a", "a", "b", "b"]
     assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
-    assert answer.usage is not None and answer.usage.prompt_tokens == 2, "a prompt counts once however many choices it has"
+    assert answer.usage is not None and answer.usage.prompt_tokens == 2, (
+        "a prompt counts once however many choices it has"
+    )
 
 
-def test_a_request_with_a_seed_is_seeded_alike_every_time_and_its_choices_differ(server: Server) -> None:
+def test_a_request_with_a_seed_is_seeded_alike_every_time_and_its_choices_differ(
+    server: Server,
+) -> None:
     for _ in range(2):
         server.post("/v1/completions", prompt="x", seed=7, n=3)
     seeds = [submit.params.seed for submit in server.planner.submits]
@@ -89,7 +99,15 @@ def test_every_sampling_field_reaches_the_engine(server: Server) -> None:
         "skip_special_tokens": False,
     }
     server.planner.script = says("x", end=False)
-    answer = server.post("/v1/completions", prompt="x", logit_bias={"70": -5}, cache_salt="me", no_store=True, priority=4, **asked)
+    answer = server.post(
+        "/v1/completions",
+        prompt="x",
+        logit_bias={"70": -5},
+        cache_salt="me",
+        no_store=True,
+        priority=4,
+        **asked,
+    )
     assert answer.status_code == 200
     submit = server.planner.submits[0]
     assert {name: getattr(submit.params, name) for name in asked if name != "stop_token_ids"} == {
@@ -100,7 +118,9 @@ def test_every_sampling_field_reaches_the_engine(server: Server) -> None:
     assert (submit.salt, submit.no_store, submit.priority, submit.eos) == (b"me", True, 4, (EOS,))
 
 
-def test_max_tokens_defaults_to_16_for_completions_and_to_all_the_room_for_chat(server: Server) -> None:
+def test_max_tokens_defaults_to_16_for_completions_and_to_all_the_room_for_chat(
+    server: Server,
+) -> None:
     server.planner.script = says("x", end=False)
     text = server.post("/v1/completions", prompt="x").json()
     assert text["choices"][0]["text"] == "x" * 16
@@ -137,7 +157,9 @@ def test_logprobs_of_chat_and_a_token_that_is_half_a_character(server: Server) -
     assert answer.choices[0].logprobs is not None
     content = answer.choices[0].logprobs.content
     assert content is not None
-    assert [entry.bytes for entry in content] == [None, None], "half a character has no UTF-8 of its own"
+    assert [entry.bytes for entry in content] == [None, None], (
+        "half a character has no UTF-8 of its own"
+    )
     assert content[0].top_logprobs[0].token == "A"
     assert content[0].top_logprobs[0].bytes == [65]
 
@@ -145,20 +167,31 @@ def test_logprobs_of_chat_and_a_token_that_is_half_a_character(server: Server) -
 def test_chat_goes_through_the_template_and_parts_are_joined(server: Server) -> None:
     messages = [
         {"role": "developer", "content": "Be brief."},
-        {"role": "user", "content": [{"type": "text", "text": "Good "}, {"type": "text", "text": "day"}]},
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "Good "}, {"type": "text", "text": "day"}],
+        },
         {"role": "assistant", "content": "Yes?", "refusal": None, "tool_calls": []},
         {"role": "user", "content": "Who?"},
     ]
     answer = server.post("/v1/chat/completions", messages=messages)
-    assert answer.json()["choices"][0]["message"] == {"content": "hello", "role": "assistant", "refusal": None}
+    assert answer.json()["choices"][0]["message"] == {
+        "content": "hello",
+        "role": "assistant",
+        "refusal": None,
+    }
     seen = "<system>Be brief.\n<user>Good day\n<assistant>Yes?\n<user>Who?\n<assistant>"
     assert prompt_text(server.planner.submits[0]) == seen
 
 
-def test_a_stop_string_over_several_tokens_ends_the_text_and_the_engines_work(server: Server) -> None:
+def test_a_stop_string_over_several_tokens_ends_the_text_and_the_engines_work(
+    server: Server,
+) -> None:
     server.planner.script = says("one two three", end=False)
     server.planner.allow(20)
-    answer = server.post("/v1/completions", prompt="x", stop=["three", "wo t"], max_tokens=100).json()
+    answer = server.post(
+        "/v1/completions", prompt="x", stop=["three", "wo t"], max_tokens=100
+    ).json()
     assert answer["choices"][0]["text"] == "one t"
     assert answer["choices"][0]["finish_reason"] == "stop"
     assert answer["choices"][0]["stop_reason"] == "wo t"
@@ -204,4 +237,9 @@ def test_neutral_values_of_what_is_not_supported_are_accepted(server: Server) ->
         "audio": None,
         "user": "me",
     }
-    assert server.post("/v1/chat/completions", messages=[{"role": "user", "content": "x"}], **neutral).status_code == 200
+    assert (
+        server.post(
+            "/v1/chat/completions", messages=[{"role": "user", "content": "x"}], **neutral
+        ).status_code
+        == 200
+    )

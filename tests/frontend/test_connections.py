@@ -94,12 +94,16 @@ def test_a_head_without_end_is_not_kept(server: Server) -> None:
 
 def test_a_head_just_within_the_limit(server: Server) -> None:
     with connect(server) as client:
-        client.sendall(HEALTH + b"Connection: close\r\nX: " + b"x" * (HEAD_BYTES_MAX - 200) + b"\r\n\r\n")
+        client.sendall(
+            HEALTH + b"Connection: close\r\nX: " + b"x" * (HEAD_BYTES_MAX - 200) + b"\r\n\r\n"
+        )
         assert read_to_end(client).startswith(b"HTTP/1.1 200 ")
 
 
 @pytest.mark.parametrize("before", [b"", HEALTH + b"\r\n"], ids=["first request", "second request"])
-def test_a_head_that_does_not_come_to_its_end(server: Server, before: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_head_that_does_not_come_to_its_end(
+    server: Server, before: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(connection, "HEAD_S", 0.3)
     with connect(server) as client:
         client.sendall(before)
@@ -110,7 +114,9 @@ def test_a_head_that_does_not_come_to_its_end(server: Server, before: bytes, mon
 
 
 @pytest.mark.parametrize("before", [b"", HEALTH + b"\r\n"], ids=["first request", "second request"])
-def test_empty_lines_are_no_request(server: Server, before: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_empty_lines_are_no_request(
+    server: Server, before: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A parser skips them, and says nothing of them."""
     monkeypatch.setattr(connection, "HEAD_S", 0.3)
     with connect(server) as client:
@@ -120,24 +126,38 @@ def test_empty_lines_are_no_request(server: Server, before: bytes, monkeypatch: 
         error_of(trickle(client, b"\r\n"), 408)
 
 
-def test_a_connection_that_says_nothing_is_closed(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_connection_that_says_nothing_is_closed(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(connection, "HEAD_S", 0.1)
     with connect(server) as client:
         assert read_to_end(client) == b""
 
 
-def test_a_body_that_does_not_come_to_its_end(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_body_that_does_not_come_to_its_end(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(limits, "BODY_TIMEOUT_S", 0.3)
     with connect(server) as client:
-        client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\n{")
+        client.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\n{"
+        )
         assert b" 408 " in trickle(client, b" ").splitlines()[0]
 
 
 @pytest.mark.parametrize("more", [b"", b"Connection: close\r\n"], ids=["kept", "closed"])
-@pytest.mark.parametrize("length", [b"Content-Length: %d" % LARGE, b"Transfer-Encoding: chunked"], ids=["announced", "not announced"])
-def test_a_body_far_above_the_limit_gets_its_answer(server: Server, length: bytes, more: bytes) -> None:
+@pytest.mark.parametrize(
+    "length",
+    [b"Content-Length: %d" % LARGE, b"Transfer-Encoding: chunked"],
+    ids=["announced", "not announced"],
+)
+def test_a_body_far_above_the_limit_gets_its_answer(
+    server: Server, length: bytes, more: bytes
+) -> None:
     with connect(server) as client:
-        client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n" + more + length + b"\r\n\r\n")
+        client.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n" + more + length + b"\r\n\r\n"
+        )
         client.sendall(b"%x\r\n" % LARGE if b"chunked" in length else b"")
         client.sendall(bytes(LARGE))
         assert "bytes" in error_of(read_to_end(client), 413)["message"]
@@ -147,22 +167,32 @@ def test_a_body_far_above_the_limit_gets_its_answer(server: Server, length: byte
 def test_a_large_body_does_not_hide_another_refusal(keyed_server: Server, method: bytes) -> None:
     with connect(keyed_server) as client:
         path = b"/v1/completions" if method == b"POST" else b"/health"
-        head = b"%s %s HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % (method, path, LARGE)
+        head = b"%s %s HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % (
+            method,
+            path,
+            LARGE,
+        )
         client.sendall(head + bytes(LARGE))
         error_of(read_to_end(client), 401 if method == b"POST" else 405)
 
 
-def test_a_body_that_goes_on_and_on_after_its_refusal(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_body_that_goes_on_and_on_after_its_refusal(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(connection, "IDLE_S", 0.3)
     with connect(server) as client:
-        client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99999999999\r\n\r\n")
+        client.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99999999999\r\n\r\n"
+        )
         error_of(read_to_end(client), 413)  # half closed
         with pytest.raises(ConnectionError):
             while True:
                 client.sendall(bytes(1 << 16))
 
 
-def test_a_body_that_nobody_reads_has_the_idle_time_to_end(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_body_that_nobody_reads_has_the_idle_time_to_end(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(connection, "IDLE_S", 0.3)
     with connect(server) as client:
         client.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\n")
@@ -170,13 +200,19 @@ def test_a_body_that_nobody_reads_has_the_idle_time_to_end(server: Server, monke
         assert trickle(client, b" ") in (b"", b"(reset)")
 
 
-def test_the_second_of_two_requests_may_wait_for_the_answer_to_the_first(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_second_of_two_requests_may_wait_for_the_answer_to_the_first(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Half a head that came too early must not end an answer that takes longer than a head may."""
     monkeypatch.setattr(connection, "HEAD_S", 0.1)
     server.planner.hold()
     body = json.dumps({"model": "tiny", "prompt": "x", "stream": True}).encode()
     with connect(server) as client:
-        client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body + HEALTH)
+        client.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body)
+            + body
+            + HEALTH
+        )
         server.planner.wait_for(lambda: len(server.planner.submits) == 1)
         with connect(server) as other:  # its time is over after that of the half head
             assert read_to_end(other) == b""
@@ -192,13 +228,18 @@ def test_an_answer_is_whole_though_what_follows_is_no_http(server: Server) -> No
     server.planner.script = says("x" * 20)
     body = json.dumps({"model": "tiny", "prompt": "x", "max_tokens": 9}).encode()
     with connect(server) as client:
-        client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        client.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body)
+            + body
+        )
         server.planner.wait_for(lambda: len(server.planner.submits) == 1)
         client.sendall(b"\x00\x01\x02\r\n\r\n")
         answer = read_to_end(client)
     if answer.startswith(b"HTTP/1.1 200 "):  # it was there before the rest came, and is whole
         head, _, body = answer.partition(b"\r\n\r\n")
-        length = next(int(line.split()[1]) for line in head.splitlines() if line.startswith(b"content-length"))
+        length = next(
+            int(line.split()[1]) for line in head.splitlines() if line.startswith(b"content-length")
+        )
         answer = body[length:]
         assert json.loads(body[:length])["choices"][0]["text"] == "x" * 9
     if answer not in (b"", b"(reset)"):
@@ -207,11 +248,16 @@ def test_an_answer_is_whole_though_what_follows_is_no_http(server: Server) -> No
 
 def test_the_kernel_gives_up_a_client_that_takes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_module, "STALL_MS", 500)
-    with server_module.listen("127.0.0.1", 0) as listening, socket.create_connection(listening.getsockname()):
+    with (
+        server_module.listen("127.0.0.1", 0) as listening,
+        socket.create_connection(listening.getsockname()),
+    ):
         accepted, _ = listening.accept()
         with accepted:
             accepted.settimeout(DEADLINE_S)
             with pytest.raises(OSError) as error:
                 while True:
                     accepted.sendall(bytes(1 << 16))
-            assert not isinstance(error.value, TimeoutError) or error.value.errno is not None, "the kernel's, not this test's"
+            assert not isinstance(error.value, TimeoutError) or error.value.errno is not None, (
+                "the kernel's, not this test's"
+            )

@@ -15,7 +15,14 @@ from forebay.settings import SettingsError
 from tests.frontend.tiny_text import CONTEXT, write_random_weights, write_text_model
 
 # Few places, so that whatever runs here meets their end.
-SETTINGS = {"pp": 2, "page_size": 8, "device_memory": "4MiB", "threads_per_rank": 1, "max_running": 1, "max_waiting": 3}
+SETTINGS = {
+    "pp": 2,
+    "page_size": 8,
+    "device_memory": "4MiB",
+    "threads_per_rank": 1,
+    "max_running": 1,
+    "max_waiting": 3,
+}
 PLACES = 4
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 
@@ -37,7 +44,12 @@ def test_results_are_shaped_as_in_vllm_and_come_in_order(llm: LLM) -> None:
     assert (first.prompt, first.prompt_token_ids) == ("Hello", list(b"Hello"))
     assert (second.prompt, second.prompt_token_ids) == (None, list(b"World"))
     (choice,) = first.outputs
-    assert (choice.index, len(choice.token_ids), choice.finish_reason, choice.logprobs) == (0, 12, "length", None)
+    assert (choice.index, len(choice.token_ids), choice.finish_reason, choice.logprobs) == (
+        0,
+        12,
+        "length",
+        None,
+    )
     assert first.finished
 
 
@@ -45,7 +57,9 @@ def test_a_text_does_not_depend_on_its_neighbours_or_on_the_cache(llm: LLM) -> N
     prompt = "The same text as before, long enough for a few pages."
     alone = llm.generate(prompt, GREEDY)[0]
     crowd = llm.generate([prompt, "something else", prompt], GREEDY)
-    assert crowd[0].outputs[0].token_ids == alone.outputs[0].token_ids == crowd[2].outputs[0].token_ids
+    assert (
+        crowd[0].outputs[0].token_ids == alone.outputs[0].token_ids == crowd[2].outputs[0].token_ids
+    )
     assert crowd[0].num_cached_tokens > 0
 
 
@@ -63,7 +77,10 @@ def test_logprobs(llm: LLM) -> None:
     best = choice.logprobs[0][choice.token_ids[0]]
     assert best.rank == 1, "greedy takes the most likely"
     assert choice.cumulative_logprob == pytest.approx(
-        sum(entry[token].logprob for entry, token in zip(choice.logprobs, choice.token_ids, strict=True))
+        sum(
+            entry[token].logprob
+            for entry, token in zip(choice.logprobs, choice.token_ids, strict=True)
+        )
     )
 
 
@@ -91,7 +108,9 @@ def test_it_works_inside_a_running_event_loop(llm: LLM) -> None:
 
 def test_any_number_of_prompts_waits_for_the_few_places_there_are(llm: LLM) -> None:
     prompts = [f"prompt {number}" for number in range(3 * PLACES)]
-    results = llm.generate(prompts, [GREEDY.replace(n=1 + number % PLACES) for number in range(len(prompts))])
+    results = llm.generate(
+        prompts, [GREEDY.replace(n=1 + number % PLACES) for number in range(len(prompts))]
+    )
     assert [(result.prompt, len(result.outputs)) for result in results] == [
         (prompt, 1 + number % PLACES) for number, prompt in enumerate(prompts)
     ]
@@ -133,7 +152,9 @@ def test_a_plain_script_without_close_ends_and_leaves_no_process(model_dir: Path
         text = llm.generate("x", SamplingParams(max_tokens=2, ignore_eos=True))[0].outputs[0]
         print(len(text.token_ids), *[child.pid for child in psutil.Process().children(recursive=True)])
     """)
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False
+    )
     assert done.returncode == 0, done.stderr
     count, *children = map(int, done.stdout.split())
     assert count == 2

@@ -18,7 +18,9 @@ class Wide:
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         return "".join(map(chr, ids))
 
-    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:
+    def apply_chat_template(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True
+    ) -> str:
         return "".join(str(message["content"]) for message in messages)
 
 
@@ -27,7 +29,9 @@ def encoder() -> PromptEncoder:
     return PromptEncoder(Wide(), max_context=32, vocab_size=256)
 
 
-def test_a_token_that_the_model_has_no_embedding_for_is_refused_however_it_comes(encoder: PromptEncoder) -> None:
+def test_a_token_that_the_model_has_no_embedding_for_is_refused_however_it_comes(
+    encoder: PromptEncoder,
+) -> None:
     with pytest.raises(PromptError, match="token id 256; the model's ids are 0 to 255"):
         asyncio.run(encoder.from_text("hi #"))
     with pytest.raises(PromptError, match="token id 256"):

@@ -31,13 +31,17 @@ class Latin:
         return held
 
 
-def run(params: SamplingParams, pieces: list[list[int]], finish: FinishReason, logprobs: bool = False) -> list[Delta]:
+def run(
+    params: SamplingParams, pieces: list[list[int]], finish: FinishReason, logprobs: bool = False
+) -> list[Delta]:
     sequence = Sequence(Latin(), params, (EOS,))
     deltas = []
     for index, tokens in enumerate(pieces):
         last = index == len(pieces) - 1
         values = tuple(TokenLogprobs(-float(token)) for token in tokens) if logprobs else ()
-        deltas.append(sequence.push(Output("r", tuple(tokens), values, finish=finish if last else None)))
+        deltas.append(
+            sequence.push(Output("r", tuple(tokens), values, finish=finish if last else None))
+        )
         if sequence.finished:
             break
     return deltas
@@ -46,7 +50,9 @@ def run(params: SamplingParams, pieces: list[list[int]], finish: FinishReason, l
 @given(st.lists(st.lists(st.integers(1, 255), max_size=4), min_size=1, max_size=6))
 def test_text_does_not_depend_on_how_tokens_were_batched(pieces: list[list[int]]) -> None:
     bulk = run(SamplingParams(max_tokens=None), pieces, FinishReason.LENGTH)
-    single = run(SamplingParams(max_tokens=None, logprobs=0), pieces, FinishReason.LENGTH, logprobs=True)
+    single = run(
+        SamplingParams(max_tokens=None, logprobs=0), pieces, FinishReason.LENGTH, logprobs=True
+    )
     text = "".join(chr(token) for piece in pieces for token in piece)
     assert "".join(delta.text for delta in bulk) == text
     assert "".join(delta.text for delta in single) == text
@@ -67,7 +73,16 @@ def test_the_last_held_characters_may_complete_a_stop_string() -> None:
 
 
 def test_logprobs_wait_with_text_that_may_be_a_stop_string() -> None:
-    deltas = run(SamplingParams(stop=("XY",), logprobs=0), [[65], [ord("X")], [66]], FinishReason.LENGTH, logprobs=True)
+    deltas = run(
+        SamplingParams(stop=("XY",), logprobs=0),
+        [[65], [ord("X")], [66]],
+        FinishReason.LENGTH,
+        logprobs=True,
+    )
     assert [delta.text for delta in deltas] == ["A", "", "XB"]
-    assert [[position.token for position in delta.positions] for delta in deltas] == [[65], [], [ord("X"), 66]]
+    assert [[position.token for position in delta.positions] for delta in deltas] == [
+        [65],
+        [],
+        [ord("X"), 66],
+    ]
     assert [position.offset for delta in deltas for position in delta.positions] == [0, 1, 2]

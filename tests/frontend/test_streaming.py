@@ -13,7 +13,11 @@ from tests.frontend.served import MODEL, Server, says
 
 
 def test_a_chat_streams_role_text_and_end(server: Server) -> None:
-    chunks = list(server.openai.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "x"}], stream=True))
+    chunks = list(
+        server.openai.chat.completions.create(
+            model=MODEL, messages=[{"role": "user", "content": "x"}], stream=True
+        )
+    )
     assert chunks[0].choices[0].delta.role == "assistant"
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "hello"
     assert [chunk.choices[0].finish_reason for chunk in chunks[-2:]] == [None, "stop"]
@@ -24,12 +28,18 @@ def test_a_chat_streams_role_text_and_end(server: Server) -> None:
 def test_usage_comes_last_if_asked_for(server: Server) -> None:
     server.planner.usage = Usage(cached_device=1)
     *chunks, last = server.openai.chat.completions.create(
-        model=MODEL, messages=[{"role": "user", "content": "x"}], stream=True, stream_options={"include_usage": True}
+        model=MODEL,
+        messages=[{"role": "user", "content": "x"}],
+        stream=True,
+        stream_options={"include_usage": True},
     )
     assert all(chunk.usage is None for chunk in chunks)
     assert last.choices == []
     assert last.usage is not None and last.usage.completion_tokens == 6
-    assert last.usage.prompt_tokens_details is not None and last.usage.prompt_tokens_details.cached_tokens == 1
+    assert (
+        last.usage.prompt_tokens_details is not None
+        and last.usage.prompt_tokens_details.cached_tokens == 1
+    )
 
 
 def test_tokens_are_sent_as_they_come(server: Server) -> None:
@@ -65,7 +75,9 @@ def test_no_part_of_a_stop_string_is_ever_sent(server: Server) -> None:
     server.planner.allow(20)
     pieces = [
         chunk.choices[0].text
-        for chunk in server.openai.completions.create(model=MODEL, prompt="x", stop="###END", stream=True, max_tokens=99)
+        for chunk in server.openai.completions.create(
+            model=MODEL, prompt="x", stop="###END", stream=True, max_tokens=99
+        )
     ]
     assert "".join(pieces) == "say ###ENE"
     server.planner.wait_for(lambda: len(server.planner.aborts) == 1)
@@ -81,7 +93,10 @@ def test_an_error_after_the_first_byte_is_an_event_of_the_stream(server: Server)
     assert got == "hel"
     body = server.post("/v1/completions", prompt="x", stream=True).text
     assert "[DONE]" not in body, "a broken stream must not look like a finished one"
-    assert json.loads(body.strip().splitlines()[-1].removeprefix("data: "))["error"]["code"] == "engine_unavailable"
+    assert (
+        json.loads(body.strip().splitlines()[-1].removeprefix("data: "))["error"]["code"]
+        == "engine_unavailable"
+    )
 
 
 def test_a_refusal_before_the_first_byte_keeps_its_status(server: Server) -> None:
@@ -104,7 +119,9 @@ def test_a_client_that_leaves_its_stream_aborts_the_request(server: Server) -> N
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_a_client_that_leaves_before_any_text_aborts_the_request(server: Server, streaming: bool) -> None:
+def test_a_client_that_leaves_before_any_text_aborts_the_request(
+    server: Server, streaming: bool
+) -> None:
     server.planner.hold()
     body = json.dumps({"model": MODEL, "prompt": "x", "stream": streaming}).encode()
     with socket.create_connection(("127.0.0.1", server.port), DEADLINE_S) as raw:

@@ -57,7 +57,17 @@ class Pipeline:
         row = [stage[0] for stage in shards(config, pp, 1)]
         return cls(
             config,
-            [load_stage(path, config, shard, dtype, kernels=kernels, kv_formats=() if form is None else (form,)) for shard in row],
+            [
+                load_stage(
+                    path,
+                    config,
+                    shard,
+                    dtype,
+                    kernels=kernels,
+                    kv_formats=() if form is None else (form,),
+                )
+                for shard in row
+            ],
             [KVPool(config, shard, pages, page, dtype, torch.device("cpu"), form) for shard in row],
         )
 
@@ -69,12 +79,19 @@ class Pipeline:
             state = stage.forward(state, batch, pool, self.seen_layers.append)
         return state
 
-    def generate(self, prompt: Sequence[int], steps: int, pages: Sequence[int]) -> tuple[list[int], torch.Tensor]:
+    def generate(
+        self, prompt: Sequence[int], steps: int, pages: Sequence[int]
+    ) -> tuple[list[int], torch.Tensor]:
         """Greedy tokens and the logits of every step, for one sequence whose pages are `pages`."""
         rows = [self.run(prompt, [SequenceWork(len(prompt), 0, pages, sample=True)])]
         tokens = [int(rows[0].argmax())]
         while len(tokens) < steps:
-            rows.append(self.run(tokens[-1:], [SequenceWork(1, len(prompt) + len(tokens) - 1, pages, sample=True)]))
+            rows.append(
+                self.run(
+                    tokens[-1:],
+                    [SequenceWork(1, len(prompt) + len(tokens) - 1, pages, sample=True)],
+                )
+            )
             tokens.append(int(rows[-1].argmax()))
         return tokens, torch.cat(rows)
 
@@ -138,6 +155,8 @@ def reference() -> Callable[..., Any]:
     def load(path: Path, dtype: torch.dtype = torch.float32) -> Any:
         from transformers import AutoModelForCausalLM
 
-        return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="sdpa").eval()
+        return AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype, attn_implementation="sdpa"
+        ).eval()
 
     return load

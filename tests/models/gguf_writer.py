@@ -22,7 +22,13 @@ def byte_tokens() -> list[str]:
     """Every byte in the alphabet of byte-level BPE, one merge, and a control token."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = iter(range(256, 512))
-    return [*(chr(byte if byte in printable else next(others)) for byte in range(256)), "ab", _END, "<|im_start|>", "<|im_end|>"]
+    return [
+        *(chr(byte if byte in printable else next(others)) for byte in range(256)),
+        "ab",
+        _END,
+        "<|im_start|>",
+        "<|im_end|>",
+    ]
 
 
 def write_gguf(path: Path, family: str, model: Any, pre: str = "qwen2") -> Path:
@@ -72,7 +78,9 @@ def _name(key: str) -> str:
 
 def _rows(key: str, value: torch.Tensor, config: Any, name: str) -> torch.Tensor:
     """llama.cpp rotates neighbours where transformers rotates halves, and lays the rows of Llama's queries and keys so."""
-    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(key.split(".")[-2])
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(
+        key.split(".")[-2]
+    )
     if name != "llama" or heads is None:
         return value.contiguous()
     halves = value.reshape(heads, 2, value.shape[0] // heads // 2, *value.shape[1:])
@@ -88,7 +96,13 @@ def random_model(family: str, **changes: Any) -> Any:
     }  # fmt: skip
     sizes |= {"Mistral": {"sliding_window": None}, "Qwen3": {"head_dim": 32}}.get(family, {})
     torch.manual_seed(1)
-    model = getattr(transformers, f"{family}ForCausalLM")(getattr(transformers, f"{family}Config")(**sizes | changes))
+    model = getattr(transformers, f"{family}ForCausalLM")(
+        getattr(transformers, f"{family}Config")(**sizes | changes)
+    )
     for parameter in model.parameters():
-        parameter.data = torch.from_numpy(np.random.default_rng(parameter.numel()).standard_normal(parameter.shape, dtype=np.float32))
+        parameter.data = torch.from_numpy(
+            np.random.default_rng(parameter.numel()).standard_normal(
+                parameter.shape, dtype=np.float32
+            )
+        )
     return model.eval()

@@ -14,7 +14,11 @@ Bytes = npt.NDArray[np.uint8]
 
 def written(page: Bytes, scales: Bytes, part: Part) -> Bytes:
     """A part's block cut out of a whole page by numpy alone: (layers, 2, heads, bytes of a head)."""
-    cut = (slice(part.layers.start, part.layers.stop), slice(None), slice(part.heads.start, part.heads.stop))
+    cut = (
+        slice(part.layers.start, part.layers.stop),
+        slice(None),
+        slice(part.heads.start, part.heads.stop),
+    )
     return np.concatenate([page[cut].reshape(-1), scales[cut].reshape(-1)])
 
 
@@ -26,12 +30,22 @@ def cuts(draw: st.DrawFn, size: int) -> list[range]:
 
 
 @given(st.data(), st.integers(1, 6), st.integers(1, 4), st.integers(1, 5), st.integers(0, 3))
-def test_any_grid_reads_what_any_grid_wrote(data: st.DataObject, layers: int, heads: int, head_bytes: int, scale_bytes: int) -> None:
+def test_any_grid_reads_what_any_grid_wrote(
+    data: st.DataObject, layers: int, heads: int, head_bytes: int, scale_bytes: int
+) -> None:
     random = np.random.default_rng(layers * heads)
     page = random.integers(0, 256, (layers, 2, heads, head_bytes), dtype=np.uint8)
     scales = random.integers(0, 256, (layers, 2, heads, scale_bytes), dtype=np.uint8)
-    writers = [Part(rows, columns) for rows in data.draw(cuts(layers)) for columns in data.draw(cuts(heads))]
-    readers = [Part(rows, columns) for rows in data.draw(cuts(layers)) for columns in data.draw(cuts(heads))]
+    writers = [
+        Part(rows, columns)
+        for rows in data.draw(cuts(layers))
+        for columns in data.draw(cuts(heads))
+    ]
+    readers = [
+        Part(rows, columns)
+        for rows in data.draw(cuts(layers))
+        for columns in data.draw(cuts(heads))
+    ]
     for reader in readers:
         target = Block(reader, head_bytes, scale_bytes)
         found = np.zeros(target.size, dtype=np.uint8)
@@ -43,7 +57,9 @@ def test_any_grid_reads_what_any_grid_wrote(data: st.DataObject, layers: int, he
             runs = source.runs_into(reader)
             assert bool(runs) == writer.overlaps(reader)
             for run in runs:
-                found[run.target : run.target + run.length] = stored[run.source : run.source + run.length]
+                found[run.target : run.target + run.length] = stored[
+                    run.source : run.source + run.length
+                ]
                 filled += run.length
         assert filled == target.size, "every byte once"
         assert np.array_equal(found, written(page, scales, reader))
@@ -52,10 +68,20 @@ def test_any_grid_reads_what_any_grid_wrote(data: st.DataObject, layers: int, he
 def test_runs_are_as_few_as_the_cut_allows() -> None:
     whole = Block(Part(range(30), range(3)), head_bytes=100, scale_bytes=4)
     assert len(whole.runs_into(whole.part)) == 1
-    assert len(whole.runs_into(Part(range(15), range(3)))) == 2, "a cut of layers: numbers, then scales"
-    assert len(whole.runs_into(Part(range(30), range(1, 2)))) == 2 * 30 * 2, "a cut of heads: each layer, keys and values"
+    assert len(whole.runs_into(Part(range(15), range(3)))) == 2, (
+        "a cut of layers: numbers, then scales"
+    )
+    assert len(whole.runs_into(Part(range(30), range(1, 2)))) == 2 * 30 * 2, (
+        "a cut of heads: each layer, keys and values"
+    )
 
 
 def test_names_differ_where_parts_do() -> None:
-    parts = [Part(range(a, b), range(c, d)) for a in range(2) for b in range(2, 4) for c in range(2) for d in range(2, 4)]
+    parts = [
+        Part(range(a, b), range(c, d))
+        for a in range(2)
+        for b in range(2, 4)
+        for c in range(2)
+        for d in range(2, 4)
+    ]
     assert len({part.name for part in parts}) == len(parts)

@@ -32,7 +32,10 @@ def fill(model: Pipeline, tokens: list[int], borders: list[int]) -> None:
 
 def tail(model: Pipeline, tokens: list[int]) -> Tensor:
     """Log-probabilities (TAIL, vocabulary) after each token behind the prefix, one at a time."""
-    rows = [model.run([tokens[at]], [SequenceWork(1, at, TABLE, sample=True)])[0] for at in range(PREFIX, PREFIX + TAIL)]
+    rows = [
+        model.run([tokens[at]], [SequenceWork(1, at, TABLE, sample=True)])[0]
+        for at in range(PREFIX, PREFIX + TAIL)
+    ]
     return torch.log_softmax(torch.stack(rows).float(), -1)
 
 
@@ -64,7 +67,9 @@ def long_texts(demo, count: int) -> list[list[int]]:
 @pytest.mark.slow
 def test_a_cached_prefix_costs_no_more_than_other_chunks_do(demo, pipeline) -> None:
     between_runs, cached = measure(pipeline, demo, long_texts(demo, 8))
-    print(f"mean KL: {between_runs:.3e} between two runs without a cache, {cached:.3e} with a cached prefix")
+    print(
+        f"mean KL: {between_runs:.3e} between two runs without a cache, {cached:.3e} with a cached prefix"
+    )
     assert cached <= 1.2 * between_runs + 1e-9
 
 

@@ -36,7 +36,12 @@ def test_defaults_are_those_of_the_architecture(read):
     config = read()
     assert (config.heads, config.kv_heads, config.head_dim) == (4, 4, 16)
     assert (config.rope_theta, config.rope_scaling, config.norm_eps) == (10000.0, None, 1e-6)
-    assert (config.tied_embeddings, config.qkv_bias, config.mlp_bias, config.eos_ids) == (False, False, False, ())
+    assert (config.tied_embeddings, config.qkv_bias, config.mlp_bias, config.eos_ids) == (
+        False,
+        False,
+        False,
+        (),
+    )
 
 
 @pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
@@ -45,7 +50,12 @@ def test_dtype_under_both_names(read, key):
 
 
 def test_rope_under_both_names(read):
-    llama3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+    llama3 = {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }
     old = read(rope_theta=5e5, rope_scaling={**llama3, "rope_type": "llama3"})
     new = read(rope_parameters={**llama3, "rope_type": "llama3", "rope_theta": 5e5})
     assert old == new
@@ -62,7 +72,10 @@ def test_end_tokens_as_int_list_and_from_the_generation_config(read):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"architectures": ["MambaForCausalLM"]}, "architecture 'MambaForCausalLM' is not supported; allowed: LlamaForCausalLM"),
+        (
+            {"architectures": ["MambaForCausalLM"]},
+            "architecture 'MambaForCausalLM' is not supported; allowed: LlamaForCausalLM",
+        ),
         ({"architectures": "absent"}, "architecture None"),
         ({"rope_scaling": "linear"}, "not a model's configuration"),
         ({"rope_parameters": [1]}, "not a model's configuration"),
@@ -76,15 +89,34 @@ def test_end_tokens_as_int_list_and_from_the_generation_config(read):
         ({"dtype": "float8_e4m3fn"}, "dtype 'float8_e4m3fn'"),
         ({"head_dim": 15}, "head_dim 15 is odd"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
-        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope scaling 'dynamic' is not supported"),
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "needs original_max_position_embeddings"),
+        (
+            {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
+            "rope scaling 'dynamic' is not supported",
+        ),
+        (
+            {"rope_scaling": {"rope_type": "llama3", "factor": 2.0}},
+            "needs original_max_position_embeddings",
+        ),
         ({"rope_scaling": {"rope_type": "linear"}}, "needs factor"),
         ({"attention_bias": "yes"}, "attention_bias is 'yes'"),
         ({"eos_token_id": "</s>"}, "eos_token_id is '</s>'"),
-        ({"architectures": ["MistralForCausalLM"], "sliding_window": 128}, "sliding window of 128 tokens"),
+        (
+            {"architectures": ["MistralForCausalLM"], "sliding_window": 128},
+            "sliding window of 128 tokens",
+        ),
         ({"architectures": ["MistralForCausalLM"]}, "sliding_window is absent"),
-        ({"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True, "sliding_window": 64}, "sliding window"),
-        ({"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 64}, "sliding window"),
+        (
+            {
+                "architectures": ["Qwen2ForCausalLM"],
+                "use_sliding_window": True,
+                "sliding_window": 64,
+            },
+            "sliding window",
+        ),
+        (
+            {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 64},
+            "sliding window",
+        ),
     ],
 )
 def test_refused(read, changes, message):
@@ -94,7 +126,12 @@ def test_refused(read, changes, message):
 
 
 def test_windows_that_never_bite_are_accepted(read):
-    read(architectures=["Qwen2ForCausalLM"], use_sliding_window=False, sliding_window=64, num_key_value_heads=2)
+    read(
+        architectures=["Qwen2ForCausalLM"],
+        use_sliding_window=False,
+        sliding_window=64,
+        num_key_value_heads=2,
+    )
     read(architectures=["MistralForCausalLM"], sliding_window=None, num_key_value_heads=2)
     read(architectures=["MistralForCausalLM"], sliding_window=256, num_key_value_heads=2)
 

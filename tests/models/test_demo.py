@@ -33,7 +33,10 @@ QUESTIONS = [
 
 
 def prompts(tokenizer, count):
-    texts = [tokenizer.apply_chat_template([{"role": "user", "content": question}]) for question in QUESTIONS[:count]]
+    texts = [
+        tokenizer.apply_chat_template([{"role": "user", "content": question}])
+        for question in QUESTIONS[:count]
+    ]
     return [tokenizer.encode(text, add_special=False) for text in texts]
 
 
@@ -94,7 +97,9 @@ def test_cached_prefix_gives_the_same_next_token(demo, pipeline, dtype):
     chunked = pipeline(demo, 2, dtype, pages=16, page=64)
     for start in range(0, 704, 192):
         rows = min(192, 704 - start)
-        last = chunked.run(prompt[start : start + rows], [SequenceWork(rows, start, table, sample=True)])[0]
+        last = chunked.run(
+            prompt[start : start + rows], [SequenceWork(rows, start, table, sample=True)]
+        )[0]
     for other in (full_hit, last):
         if dtype == torch.float32:
             assert (other - whole).abs().max() <= 1e-3

@@ -57,7 +57,9 @@ def test_tensors_are_bit_equal_to_transformers(demo):
 
     with torch.device("meta"):
         shell = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(demo))
-    expected = load_gguf_checkpoint(str(demo_file()), return_tensors=True, model_to_load=shell)["tensors"]
+    expected = load_gguf_checkpoint(str(demo_file()), return_tensors=True, model_to_load=shell)[
+        "tensors"
+    ]
     with safe_open(demo / "model.safetensors", framework="pt") as ours:
         assert set(ours.keys()) == set(expected)
         for name, value in expected.items():
@@ -67,7 +69,12 @@ def test_tensors_are_bit_equal_to_transformers(demo):
 def test_config_says_what_the_file_says(demo):
     config = load_config(demo)
     assert (config.layers, config.heads, config.kv_heads, config.head_dim) == (30, 9, 3, 64)
-    assert (config.dtype, config.eos_ids, config.tied_embeddings, config.max_context) == ("bfloat16", (2,), True, 8192)
+    assert (config.dtype, config.eos_ids, config.tied_embeddings, config.max_context) == (
+        "bfloat16",
+        (2,),
+        True,
+        8192,
+    )
 
 
 @pytest.mark.parametrize("text", TEXTS)
@@ -77,7 +84,9 @@ def test_ids_and_text_equal_transformers(demo, theirs, text):
         ids = ours.encode(text, add_special)
         assert ids == theirs.encode(text, add_special_tokens=add_special)
     for skip in (False, True):
-        assert ours.decode(ids, skip) == theirs.decode(ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
+        assert ours.decode(ids, skip) == theirs.decode(
+            ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False
+        )
 
 
 @pytest.mark.parametrize("prompt", [False, True])
@@ -115,7 +124,9 @@ def test_missing_extra_says_what_to_install(monkeypatch):
 def test_what_is_no_model(tmp_path):
     (tmp_path / "notes.txt").write_text("x")
     for name in ("nowhere", str(tmp_path / "notes.txt"), str(tmp_path / "nowhere.gguf")):
-        with pytest.raises(ModelError, match=r"allowed: a Hugging Face directory, a \.gguf file, or demo"):
+        with pytest.raises(
+            ModelError, match=r"allowed: a Hugging Face directory, a \.gguf file, or demo"
+        ):
             resolve_model(name)
     assert resolve_model(str(tmp_path)).path == tmp_path
 
@@ -160,7 +171,9 @@ def write_tiny(path, kind="F32", extra=(), options=None, **changes):
     writer.add_eos_token_id(0)
     for key, value in (options or {}).items():
         writer.kv_data[0].pop(key, None)
-        {str: writer.add_string, int: writer.add_uint32, list: writer.add_array}[type(value)](key, value)
+        {str: writer.add_string, int: writer.add_uint32, list: writer.add_array}[type(value)](
+            key, value
+        )
     chance = np.random.default_rng(1)
     kv = values["hidden"] // values["heads"] * values["kv_heads"]
     shapes = {
@@ -246,18 +259,28 @@ def test_every_family_is_what_its_hugging_face_directory_says(tmp_path, monkeypa
     monkeypatch.setenv("FOREBAY_CACHE_DIR", str(tmp_path / "cache"))
     model = random_model(family)
     model.save_pretrained(tmp_path / "directory")
-    ours, theirs = convert_gguf(write_gguf(tmp_path / "x.gguf", family, model)), tmp_path / "directory"
+    ours, theirs = (
+        convert_gguf(write_gguf(tmp_path / "x.gguf", family, model)),
+        tmp_path / "directory",
+    )
     said = dataclasses.replace(load_config(theirs), dtype="bfloat16")
     if family == "Mistral":  # which is a Llama there
         said = dataclasses.replace(said, architecture="LlamaForCausalLM")
     assert load_config(ours) == said
-    with safe_open(ours / "model.safetensors", "pt") as converted, safe_open(theirs / "model.safetensors", "pt") as saved:
+    with (
+        safe_open(ours / "model.safetensors", "pt") as converted,
+        safe_open(theirs / "model.safetensors", "pt") as saved,
+    ):
         assert set(converted.keys()) == set(saved.keys())
-        assert all(torch.equal(converted.get_tensor(name), saved.get_tensor(name)) for name in saved.keys())  # noqa: SIM118
+        assert all(
+            torch.equal(converted.get_tensor(name), saved.get_tensor(name)) for name in saved.keys()
+        )  # noqa: SIM118
 
 
 @pytest.mark.parametrize("family", ["Qwen2", "Qwen3"])
-def test_weights_and_ids_of_qwen_equal_what_transformers_reads_from_the_file(tmp_path, monkeypatch, family):
+def test_weights_and_ids_of_qwen_equal_what_transformers_reads_from_the_file(
+    tmp_path, monkeypatch, family
+):
     from transformers import AutoTokenizer
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
@@ -268,7 +291,9 @@ def test_weights_and_ids_of_qwen_equal_what_transformers_reads_from_the_file(tmp
     expected = load_gguf_checkpoint(str(file), return_tensors=True, model_to_load=model)["tensors"]
     with safe_open(path / "model.safetensors", "pt") as converted:
         assert set(converted.keys()) == set(expected)
-        assert all(torch.equal(converted.get_tensor(name), value) for name, value in expected.items())
+        assert all(
+            torch.equal(converted.get_tensor(name), value) for name, value in expected.items()
+        )
     ours, theirs = Tokenizer(path), AutoTokenizer.from_pretrained(str(tmp_path), gguf_file="x.gguf")
     for text in [*TEXTS, "abab <|im_start|>user", unicodedata.normalize("NFD", TEXTS[3])]:
         # Models of this family were trained on composed text, as `Qwen2Tokenizer` makes it; only its reading of GGUF files does not.
@@ -284,10 +309,15 @@ def test_a_type_of_weights_that_cannot_be_read_names_those_that_can(tmp_path, mo
     code = int(gguf.GGMLQuantizationType.Q8_0).to_bytes(4, "little")
     for unknown in (int(gguf.GGMLQuantizationType.I8), 999):
         whole = write_tiny(tmp_path / "x.gguf", "Q8_0").read_bytes()
-        at = whole.index(b"blk.0.ffn_up.weight") + len(b"blk.0.ffn_up.weight") + 4 + 2 * 8  # name, number of sizes, sizes
+        at = (
+            whole.index(b"blk.0.ffn_up.weight") + len(b"blk.0.ffn_up.weight") + 4 + 2 * 8
+        )  # name, number of sizes, sizes
         assert whole[at : at + 4] == code
         file.write_bytes(whole[:at] + unknown.to_bytes(4, "little") + whole[at + 4 :])
-        with pytest.raises(ModelError, match=r"weights of type (I8|999) are not supported; allowed: F32, F16, Q4_0.*; use one of"):
+        with pytest.raises(
+            ModelError,
+            match=r"weights of type (I8|999) are not supported; allowed: F32, F16, Q4_0.*; use one of",
+        ):
             convert_gguf(file)
 
 
@@ -296,7 +326,11 @@ def test_a_type_of_weights_that_cannot_be_read_names_those_that_can(tmp_path, mo
     [
         ("attention.sliding_window", 64, "a sliding window of 64 tokens"),
         ("attention.value_length", 8, "attention.value_length is 8 and heads have 16"),
-        ("rope.scaling.type", "yarn", "rope scaling 'yarn' is not supported; allowed: none, linear"),
+        (
+            "rope.scaling.type",
+            "yarn",
+            "rope scaling 'yarn' is not supported; allowed: none, linear",
+        ),
         ("attention.head_count_kv", [2, 1], "one whole number is supported"),
     ],
 )

@@ -33,7 +33,10 @@ VARIANTS = {
             }
         },
     ),
-    "linear rope": ("Llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}}),
+    "linear rope": (
+        "Llama",
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}},
+    ),
     "yarn rope": (
         "Llama",
         {
@@ -105,7 +108,9 @@ def test_chunks_give_what_one_pass_gives(small, pipeline):
         model = pipeline(path, 2)
         bounds = [0, *cuts, len(PROMPT)]
         for start, stop in itertools.pairwise(bounds):
-            row = model.run(PROMPT[start:stop], [SequenceWork(stop - start, start, PAGES, sample=True)])
+            row = model.run(
+                PROMPT[start:stop], [SequenceWork(stop - start, start, PAGES, sample=True)]
+            )
             assert (row[0] - logits[stop - 1]).abs().max() <= TOLERANCE
 
 
@@ -133,7 +138,9 @@ def test_suppressed_rows_of_a_longer_span(small, pipeline):
     path, logits = small
     model = pipeline(path)
     model.run(PROMPT[:16], [SequenceWork(16, 0, [3])])
-    row = model.run(PROMPT[10:], [SequenceWork(len(PROMPT) - 10, 10, [3, 5], write_from=16, sample=True)])
+    row = model.run(
+        PROMPT[10:], [SequenceWork(len(PROMPT) - 10, 10, [3, 5], write_from=16, sample=True)]
+    )
     assert (row[0] - logits[-1]).abs().max() <= TOLERANCE
 
 
@@ -185,7 +192,10 @@ def test_long_decodes_attend_to_every_page(small, reference, pipeline):
     table = list(range(40, 59))
     model.run(text[:-1], [SequenceWork(299, 0, table)])
     model.run(PROMPT, [SequenceWork(len(PROMPT), 0, [0, 1])])
-    rows = model.run([text[-1], 5], [SequenceWork(1, 299, table, sample=True), SequenceWork(1, len(PROMPT), [0, 1])])
+    rows = model.run(
+        [text[-1], 5],
+        [SequenceWork(1, 299, table, sample=True), SequenceWork(1, len(PROMPT), [0, 1])],
+    )
     assert (rows[0] - logits[-1]).abs().max() <= TOLERANCE
 
 
@@ -203,7 +213,12 @@ def test_layer_is_announced_before_its_pages_are_touched(small, pipeline):
     stage, pool = model.stages[0], model.pools[0]
 
     batch = build_batch([SequenceWork(len(PROMPT), 0, PAGES)], pool.page_size)
-    stage.forward(torch.tensor(PROMPT), batch, pool, lambda layer: touched.append(bool(pool.keys[layer].any())))
+    stage.forward(
+        torch.tensor(PROMPT),
+        batch,
+        pool,
+        lambda layer: touched.append(bool(pool.keys[layer].any())),
+    )
     assert touched == [False] * 4
 
 

@@ -30,7 +30,9 @@ PAGES = 24
 VOCAB = 77
 
 
-def make_config(heads: int, groups: int, head_dim: int, hidden: int, inner: int, flags: bool) -> ModelConfig:
+def make_config(
+    heads: int, groups: int, head_dim: int, hidden: int, inner: int, flags: bool
+) -> ModelConfig:
     return ModelConfig(
         architecture="LlamaForCausalLM",
         layers=2,
@@ -83,7 +85,9 @@ def make_weights(config: ModelConfig, dtype: torch.dtype) -> tuple[list[LayerWei
     return layers, Head(vector(hidden, 1), matrix(VOCAB, hidden))
 
 
-def make_layers(kind: type, config: ModelConfig, dtype: torch.dtype, *more: int) -> NativeLayers | TorchLayers:
+def make_layers(
+    kind: type, config: ModelConfig, dtype: torch.dtype, *more: int
+) -> NativeLayers | TorchLayers:
     weights, head = make_weights(config, dtype)
     return kind(config, whole(config), dtype, RopeTable(config, dtype, CPU), weights, head, *more)  # type: ignore[no-any-return]
 
@@ -97,7 +101,10 @@ def fill(pool: KVPool) -> None:
     dice = torch.Generator().manual_seed(5)
     for layer in range(pool.layers):
         for side in pool.sides(layer):
-            side.write(torch.arange(side.pages[..., 0].numel()), torch.randn(side.pages[..., 0].numel(), pool.head_dim, generator=dice))
+            side.write(
+                torch.arange(side.pages[..., 0].numel()),
+                torch.randn(side.pages[..., 0].numel(), pool.head_dim, generator=dice),
+            )
 
 
 MODELS = st.builds(
@@ -109,7 +116,11 @@ MODELS = st.builds(
     inner=st.sampled_from([2, 30, 48, 130]),
     flags=st.booleans(),
 )
-SPANS = st.lists(st.tuples(st.sampled_from([1, 1, 1, 2, 5, 17, 40]), st.integers(0, 90), st.booleans()), min_size=1, max_size=6)
+SPANS = st.lists(
+    st.tuples(st.sampled_from([1, 1, 1, 2, 5, 17, 40]), st.integers(0, 90), st.booleans()),
+    min_size=1,
+    max_size=6,
+)
 
 
 def works_of(spans: list[tuple[int, int, bool]], page: int) -> list[SequenceWork]:
@@ -121,7 +132,9 @@ def works_of(spans: list[tuple[int, int, bool]], page: int) -> list[SequenceWork
         if needed > len(free):
             break
         pages, free = free[:needed], free[needed:]
-        works.append(SequenceWork(rows, context, pages, context + rows if suppressed else None, sample=True))
+        works.append(
+            SequenceWork(rows, context, pages, context + rows if suppressed else None, sample=True)
+        )
     return works or [SequenceWork(1, 0, [3], sample=True)]
 
 
@@ -135,13 +148,23 @@ def works_of(spans: list[tuple[int, int, bool]], page: int) -> list[SequenceWork
     threads=st.integers(1, 3),
 )
 def test_whole_layers_equal_pytorchs(
-    config: ModelConfig, spans: list[tuple[int, int, bool]], page: int, form: str, dtype: torch.dtype, threads: int
+    config: ModelConfig,
+    spans: list[tuple[int, int, bool]],
+    page: int,
+    form: str,
+    dtype: torch.dtype,
+    threads: int,
 ) -> None:
     works = works_of(spans, page)
     batch = build_batch(works, page)
-    hidden = torch.randn(batch.rows, config.hidden_size, generator=torch.Generator().manual_seed(1)).to(dtype)
+    hidden = torch.randn(
+        batch.rows, config.hidden_size, generator=torch.Generator().manual_seed(1)
+    ).to(dtype)
     found = []
-    for layers in (make_layers(NativeLayers, config, dtype, threads), make_layers(TorchLayers, config, dtype)):
+    for layers in (
+        make_layers(NativeLayers, config, dtype, threads),
+        make_layers(TorchLayers, config, dtype),
+    ):
         pool = make_pool(config, dtype, page, form)
         fill(pool)
         rows = layers.run(hidden.clone(), batch, pool, None, None)
@@ -153,7 +176,9 @@ def test_whole_layers_equal_pytorchs(
     assert (ours - theirs).abs().max() <= step * max(theirs.abs().max(), 1)
     assert (our_logits - their_logits).abs().max() <= step * max(their_logits.abs().max(), 1)
     for layer in range(our_pool.layers):
-        for our_side, their_side in zip(our_pool.sides(layer), their_pool.sides(layer), strict=True):
+        for our_side, their_side in zip(
+            our_pool.sides(layer), their_pool.sides(layer), strict=True
+        ):
             whole_pool = torch.arange(our_side.pages.shape[0] * our_side.pages.shape[1])
             a, b = (side.gather(whole_pool, 1, torch.float32) for side in (our_side, their_side))
             assert (a - b).abs().max() <= step * max(b.abs().max(), 1), "pages"
@@ -165,11 +190,16 @@ def test_a_row_depends_on_nothing_but_what_it_attends_to(dtype: torch.dtype, for
     """Bit for bit: one pass, chunks, decodes one by one, beside another sequence, on another number of threads."""
     config = make_config(2, 3, 32, 96, 160, flags=False)
     rows, page = 70, 16
-    hidden = torch.randn(rows, config.hidden_size, generator=torch.Generator().manual_seed(1)).to(dtype)
+    hidden = torch.randn(rows, config.hidden_size, generator=torch.Generator().manual_seed(1)).to(
+        dtype
+    )
     table = [5, 2, 11, 7, 3]
 
     def in_chunks(chunks: list[int], threads: int, beside: bool = False) -> Tensor:
-        layers, pool = make_layers(NativeLayers, config, dtype, threads), make_pool(config, dtype, page, form)
+        layers, pool = (
+            make_layers(NativeLayers, config, dtype, threads),
+            make_pool(config, dtype, page, form),
+        )
         parts, done = [], 0
         for chunk in chunks:
             works = [SequenceWork(chunk, done, table)]
@@ -177,7 +207,9 @@ def test_a_row_depends_on_nothing_but_what_it_attends_to(dtype: torch.dtype, for
             if beside:
                 works.insert(0, SequenceWork(3, 0, [20]))
                 part = torch.cat((hidden[40:43], part))
-            parts.append(layers.run(part.clone(), build_batch(works, page), pool, None, None)[-chunk:])
+            parts.append(
+                layers.run(part.clone(), build_batch(works, page), pool, None, None)[-chunk:]
+            )
             done += chunk
         return torch.cat(parts)
 
@@ -190,14 +222,21 @@ def test_a_row_depends_on_nothing_but_what_it_attends_to(dtype: torch.dtype, for
 def test_two_halves_with_a_sum_over_ranks_between_are_a_layer() -> None:
     """What tensor parallelism calls, in a group of one rank."""
     config = make_config(2, 2, 16, 48, 80, flags=True)
-    layers, pool = make_layers(NativeLayers, config, torch.float32, 1), make_pool(config, torch.float32, 16, "auto")
+    layers, pool = (
+        make_layers(NativeLayers, config, torch.float32, 1),
+        make_pool(config, torch.float32, 16, "auto"),
+    )
     hidden = torch.randn(9, config.hidden_size, generator=torch.Generator().manual_seed(1))
     batch = build_batch([SequenceWork(9, 0, [1])], 16)
     expected = layers.run(hidden.clone(), batch, pool, None, None)
     seen: list[int] = []
-    assert torch.equal(expected, layers.run(hidden.clone(), batch, pool, None, seen.append)), "layer by layer"
+    assert torch.equal(expected, layers.run(hidden.clone(), batch, pool, None, seen.append)), (
+        "layer by layer"
+    )
     assert seen == [0, 1]
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
     try:
         group = torch.distributed.group.WORLD
         assert torch.equal(expected, layers.run(hidden.clone(), batch, pool, group, None))
@@ -221,14 +260,18 @@ def build(cache: Path, compiler: str) -> subprocess.Popen[str]:
 
 
 def test_processes_that_start_together_compile_once(tmp_path: Path) -> None:
-    said = [process.communicate(timeout=120)[1] for process in [build(tmp_path, "cc") for _ in range(3)]]
+    said = [
+        process.communicate(timeout=120)[1] for process in [build(tmp_path, "cc") for _ in range(3)]
+    ]
     assert sum("compiling" in text for text in said) == 1, said
     assert len(list((tmp_path / "native").glob("*.so"))) == 1
     assert build(tmp_path, "cc").communicate(timeout=120)[1] == ""
 
 
 @pytest.mark.parametrize("compiler", ["no-such-compiler", "false", "cc --no-such-flag"])
-def test_without_a_working_compiler_one_line_says_so(monkeypatch, tmp_path: Path, capsys, make_model, pipeline, compiler: str) -> None:
+def test_without_a_working_compiler_one_line_says_so(
+    monkeypatch, tmp_path: Path, capsys, make_model, pipeline, compiler: str
+) -> None:
     monkeypatch.setenv("FOREBAY_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("CC", compiler)
     library.cache_clear()
@@ -246,15 +289,21 @@ def test_without_a_working_compiler_one_line_says_so(monkeypatch, tmp_path: Path
 
 
 # With fewer registers than the tiles are made for, compiling takes long.
-SLOW_TO_COMPILE = [pytest.param(flags, marks=pytest.mark.slow) for flags in ("-mno-avx512f", "-mno-avx")]
+SLOW_TO_COMPILE = [
+    pytest.param(flags, marks=pytest.mark.slow) for flags in ("-mno-avx512f", "-mno-avx")
+]
 NO_FLOAT16 = "-U__FLT16_MANT_DIG__"
 
 
 @pytest.mark.parametrize("flags", [f"-mno-avx512bf16 {NO_FLOAT16}", *SLOW_TO_COMPILE])
-def test_code_for_lesser_machines_computes_the_same(monkeypatch, tmp_path: Path, capsys, make_model, pipeline, flags: str) -> None:
+def test_code_for_lesser_machines_computes_the_same(
+    monkeypatch, tmp_path: Path, capsys, make_model, pipeline, flags: str
+) -> None:
     config = make_config(2, 3, 32, 96, 160, flags=True)
     batch = build_batch([SequenceWork(21, 0, [1, 4]), SequenceWork(1, 40, [6, 7, 9])], 16)
-    hidden = torch.randn(22, config.hidden_size, generator=torch.Generator().manual_seed(1)).bfloat16()
+    hidden = torch.randn(
+        22, config.hidden_size, generator=torch.Generator().manual_seed(1)
+    ).bfloat16()
     expected = make_layers(NativeLayers, config, torch.bfloat16, 1).run(
         hidden.clone(), batch, make_pool(config, torch.bfloat16, 16, "fp8_e4m3"), None, None
     )
@@ -263,7 +312,9 @@ def test_code_for_lesser_machines_computes_the_same(monkeypatch, tmp_path: Path,
     library.cache_clear()
     try:
         layers = make_layers(NativeLayers, config, torch.bfloat16, 1)
-        found = layers.run(hidden.clone(), batch, make_pool(config, torch.bfloat16, 16, "fp8_e4m3"), None, None)
+        found = layers.run(
+            hidden.clone(), batch, make_pool(config, torch.bfloat16, 16, "fp8_e4m3"), None, None
+        )
         if NO_FLOAT16 in flags:
             check_float16_falls_back(make_model(), pipeline, capsys)
     finally:
@@ -271,7 +322,9 @@ def test_code_for_lesser_machines_computes_the_same(monkeypatch, tmp_path: Path,
     assert (found - expected).abs().max() <= 0.06 * expected.abs().max()
 
 
-def check_float16_falls_back(path: Path, pipeline: Callable[..., Any], capsys: pytest.CaptureFixture[str]) -> None:
+def check_float16_falls_back(
+    path: Path, pipeline: Callable[..., Any], capsys: pytest.CaptureFixture[str]
+) -> None:
     form = KV_FORMATS["float16"]
     with pytest.raises(ModelError, match="--kernels native: the C compiler does not know float16"):
         pipeline(path, form=form, kernels=Kernels.NATIVE)

@@ -9,7 +9,15 @@ from forebay.models.rank_sum import sum_over_ranks
 from tests.models.thread_ranks import run_ranks
 
 WIDTH = 576
-PLACES = [(1, 0), (3, 0), (3, 1), (3, 2), (64, 0), (64, 17), (64, 63)]  # rows of the batch, the row that is looked at
+PLACES = [
+    (1, 0),
+    (3, 0),
+    (3, 1),
+    (3, 2),
+    (64, 0),
+    (64, 17),
+    (64, 63),
+]  # rows of the batch, the row that is looked at
 
 
 def part(rank: int, dtype: torch.dtype) -> Tensor:
@@ -19,7 +27,9 @@ def part(rank: int, dtype: torch.dtype) -> Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("tp", [1, 2, 3, 4])
-def test_the_sum_of_a_row_is_the_same_in_every_batch_on_every_rank(tp: int, dtype: torch.dtype) -> None:
+def test_the_sum_of_a_row_is_the_same_in_every_batch_on_every_rank(
+    tp: int, dtype: torch.dtype
+) -> None:
     def sums(rank: int, group: ProcessGroup) -> list[Tensor]:
         mine, found = part(rank, dtype), []
         for rows, place in PLACES:

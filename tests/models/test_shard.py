@@ -52,5 +52,7 @@ def test_tp_that_does_not_divide_the_heads(make_model, tp):
 
 
 def test_demo_shape_allows_tp_3(make_model):
-    config = dataclasses.replace(load_config(make_model()), heads=9, kv_heads=3, intermediate_size=1536)
+    config = dataclasses.replace(
+        load_config(make_model()), heads=9, kv_heads=3, intermediate_size=1536
+    )
     assert len(shards(config, 1, 3)[0]) == 3

@@ -52,13 +52,17 @@ def test_demo_over_three_ranks(demo, reference):
 @pytest.mark.parametrize("tp", [2, 3, 4])
 def test_a_row_depends_on_nothing_but_what_it_attends_to(make_model, dtype, tp):
     """Bit for bit, on every rank: in one pass, in chunks, one by one, beside another sequence."""
-    path = make_model(num_attention_heads=2 * tp, num_key_value_heads=tp, head_dim=8, intermediate_size=16 * tp)
+    path = make_model(
+        num_attention_heads=2 * tp, num_key_value_heads=tp, head_dim=8, intermediate_size=16 * tp
+    )
     config = load_config(path)
     (row,) = shards(config, 1, tp)
 
     def in_chunks(rank, group, chunks, beside):
         with torch.inference_mode():
-            stage = load_stage(path, config, row[rank], dtype, tp_group=group, kernels=Kernels.NATIVE)
+            stage = load_stage(
+                path, config, row[rank], dtype, tp_group=group, kernels=Kernels.NATIVE
+            )
             pool = KVPool(config, row[rank], 8, 16, dtype, torch.device("cpu"))
             found, done = [], 0
             for chunk in chunks:
@@ -72,5 +76,10 @@ def test_a_row_depends_on_nothing_but_what_it_attends_to(make_model, dtype, tp):
     whole = run_ranks(tp, lambda rank, group: in_chunks(rank, group, [18], 0))
     assert all(torch.equal(logits, whole[0]) for logits in whole)
     for chunks, beside in (([18], 3), ([1] * 18, 0), ([7, 1, 8, 2], 9)):
-        cut = run_ranks(tp, lambda rank, group, chunks=chunks, beside=beside: in_chunks(rank, group, chunks, beside))
+        cut = run_ranks(
+            tp,
+            lambda rank, group, chunks=chunks, beside=beside: in_chunks(
+                rank, group, chunks, beside
+            ),
+        )
         assert all(torch.equal(logits, whole[0]) for logits in cut), (chunks, beside)

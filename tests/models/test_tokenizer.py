@@ -41,10 +41,31 @@ def byte_level():
 
 def sentencepiece():
     """Whole words, a space marker, and byte tokens for the rest."""
-    words = ["<unk>", "▁", "▁Hello", "▁world", "lo", "é", "!", *[f"<0x{byte:02X}>" for byte in range(256)]]
-    backend = Backend(BPE(vocab={word: i for i, word in enumerate(words)}, merges=[], byte_fallback=True, unk_token="<unk>"))
+    words = [
+        "<unk>",
+        "▁",
+        "▁Hello",
+        "▁world",
+        "lo",
+        "é",
+        "!",
+        *[f"<0x{byte:02X}>" for byte in range(256)],
+    ]
+    backend = Backend(
+        BPE(
+            vocab={word: i for i, word in enumerate(words)},
+            merges=[],
+            byte_fallback=True,
+            unk_token="<unk>",
+        )
+    )
     backend.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(content=" ", left=1)]
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(content=" ", left=1),
+        ]
     )
     return backend
 
@@ -76,7 +97,11 @@ def stream(tokenizer, ids, skip_special=True, sizes=(1,)):
     return [*pieces, detokenizer.finish()]
 
 
-@given(ids=st.lists(st.integers(0, 275), max_size=60), sizes=st.lists(st.integers(1, 5), min_size=1), skip=st.booleans())
+@given(
+    ids=st.lists(st.integers(0, 275), max_size=60),
+    sizes=st.lists(st.integers(1, 5), min_size=1),
+    skip=st.booleans(),
+)
 def test_any_bytes_come_out_as_decoded_at_once(bytes_tokenizer, ids, sizes, skip):
     assert "".join(stream(bytes_tokenizer, ids, skip, sizes)) == bytes_tokenizer.decode(ids, skip)
 
@@ -141,8 +166,16 @@ TEMPLATE = "{% for m in messages %}\n{{ bos_token }}{{ m.role }}: {{ m['content'
 
 
 def test_template_as_transformers_renders_it(tmp_path):
-    tokenizer = write(tmp_path, byte_level(), chat_template=TEMPLATE, bos_token={"content": "<end>"}, eos_token="<end>")
-    assert tokenizer.apply_chat_template([{"role": "user", "content": "<é>"}]) == '<end>user: "<é>"\n'
+    tokenizer = write(
+        tmp_path,
+        byte_level(),
+        chat_template=TEMPLATE,
+        bos_token={"content": "<end>"},
+        eos_token="<end>",
+    )
+    assert (
+        tokenizer.apply_chat_template([{"role": "user", "content": "<é>"}]) == '<end>user: "<é>"\n'
+    )
 
 
 def test_template_file_wins(tmp_path):
@@ -152,7 +185,9 @@ def test_template_file_wins(tmp_path):
 
 
 def test_template_that_refuses(tmp_path):
-    tokenizer = write(tmp_path, byte_level(), chat_template="{{ raise_exception('roles must alternate') }}")
+    tokenizer = write(
+        tmp_path, byte_level(), chat_template="{{ raise_exception('roles must alternate') }}"
+    )
     with pytest.raises(TemplateError, match="roles must alternate"):
         tokenizer.apply_chat_template([])
 

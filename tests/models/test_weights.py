@@ -33,7 +33,9 @@ def load(path, shard=None):
 
 
 def file_of(path, tensor):
-    return path / json.loads((path / "model.safetensors.index.json").read_text())["weight_map"][tensor]
+    return (
+        path / json.loads((path / "model.safetensors.index.json").read_text())["weight_map"][tensor]
+    )
 
 
 def test_sharded_and_single_hold_the_same(sharded, make_model):
@@ -41,7 +43,9 @@ def test_sharded_and_single_hold_the_same(sharded, make_model):
     with Checkpoint(sharded) as one, Checkpoint(single) as other:
         shape = (80, 48)
         name = "model.layers.3.mlp.gate_proj.weight"
-        assert torch.equal(one.read(name, shape, torch.float32), other.read(name, shape, torch.float32))
+        assert torch.equal(
+            one.read(name, shape, torch.float32), other.read(name, shape, torch.float32)
+        )
 
 
 def test_slices(sharded):
@@ -49,7 +53,9 @@ def test_slices(sharded):
         name, shape = "model.layers.0.mlp.gate_proj.weight", (80, 48)
         full = files.read(name, shape, torch.float32)
         assert torch.equal(files.read(name, shape, torch.float32, rows=range(8, 20)), full[8:20])
-        assert torch.equal(files.read(name, shape, torch.float32, columns=range(8, 20)), full[:, 8:20])
+        assert torch.equal(
+            files.read(name, shape, torch.float32, columns=range(8, 20)), full[:, 8:20]
+        )
         assert files.read(name, shape, torch.bfloat16, rows=range(8, 20)).dtype == torch.bfloat16
 
 
@@ -104,7 +110,9 @@ def test_missing_tensor_and_wrong_shape(copy):
         load(copy)
 
 
-@pytest.mark.parametrize("index", ["{", "[]", '{"weight_map": {}}', '{"weight_map": {"a": "../../etc/passwd"}}'])
+@pytest.mark.parametrize(
+    "index", ["{", "[]", '{"weight_map": {}}', '{"weight_map": {"a": "../../etc/passwd"}}']
+)
 def test_bad_index(copy, index):
     (copy / "model.safetensors.index.json").write_text(index)
     with pytest.raises(ModelError, match=r"index\.json"):
@@ -123,7 +131,9 @@ def test_quantised_tensors_are_refused(copy):
 
     file = file_of(copy, "model.layers.0.mlp.up_proj.weight")
     tensors = load_file(file)
-    tensors["model.layers.0.mlp.up_proj.weight"] = tensors["model.layers.0.mlp.up_proj.weight"].to(torch.int8)
+    tensors["model.layers.0.mlp.up_proj.weight"] = tensors["model.layers.0.mlp.up_proj.weight"].to(
+        torch.int8
+    )
     save_file(tensors, file)
     with pytest.raises(ModelError, match=r"up_proj\.weight is torch\.int8"):
         load(copy)
@@ -134,7 +144,9 @@ def test_fingerprint_follows_what_matters(sharded, copy):
     assert len(original) == 32
     assert fingerprint(copy) == original
     config = json.loads((copy / "config.json").read_text())
-    (copy / "config.json").write_text(json.dumps({**config, "transformers_version": "0", "_name_or_path": "x"}, indent=9))
+    (copy / "config.json").write_text(
+        json.dumps({**config, "transformers_version": "0", "_name_or_path": "x"}, indent=9)
+    )
     assert fingerprint(copy) == original
     (copy / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 1e-4}))
     assert fingerprint(copy) != original

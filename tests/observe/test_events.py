@@ -10,7 +10,15 @@ import msgspec
 import pytest
 
 from forebay.core.spans import SpanKind
-from forebay.observe.events import CAPACITY, RECORD_BYTES, Rings, SpanRing, read_flight_record, spans_of, write_flight_record
+from forebay.observe.events import (
+    CAPACITY,
+    RECORD_BYTES,
+    Rings,
+    SpanRing,
+    read_flight_record,
+    spans_of,
+    write_flight_record,
+)
 from forebay.observe.flight import KEPT, save_incident, save_timeline
 
 WRITER = """
@@ -43,7 +51,11 @@ def test_a_ring_keeps_the_newest_in_order() -> None:
 def test_threads_that_record_at_once_lose_nothing() -> None:
     ring, each = SpanRing("x"), CAPACITY // 8
     threads = [
-        threading.Thread(target=lambda base=base: [ring.record(SpanKind.STORE, 0, id=base + n) for n in range(each)])
+        threading.Thread(
+            target=lambda base=base: [
+                ring.record(SpanKind.STORE, 0, id=base + n) for n in range(each)
+            ]
+        )
         for base in range(0, 8 * each, each)
     ]
     for thread in threads:
@@ -57,7 +69,9 @@ def test_what_a_killed_process_recorded_is_read_and_its_successor_goes_on() -> N
     rings = Rings.create(["rank 0"])
     try:
         for times in (1, 2):
-            writer = subprocess.run([sys.executable, "-c", WRITER, str(rings.fds[0])], pass_fds=rings.fds, check=False)
+            writer = subprocess.run(
+                [sys.executable, "-c", WRITER, str(rings.fds[0])], pass_fds=rings.fds, check=False
+            )
             assert writer.returncode == -9
             assert ids(rings.rings["rank 0"]) == [0, 1, 2, 3, 4] * times
         assert len({span.pid for span in rings.rings["rank 0"]}) == 2
@@ -71,7 +85,9 @@ def test_a_record_that_is_just_being_written_is_left_out() -> None:
         ring = rings.rings["x"]
         for number in range(3):
             ring.record(SpanKind.PLAN, 0, id=number)
-        os.pwrite(rings.fds[0], (99).to_bytes(8, "little"), 2 * RECORD_BYTES)  # its end still has the old number
+        os.pwrite(
+            rings.fds[0], (99).to_bytes(8, "little"), 2 * RECORD_BYTES
+        )  # its end still has the old number
         assert ids(ring) == [0, 2]
     finally:
         rings.close()
@@ -94,7 +110,10 @@ def test_only_the_newest_incidents_are_kept_and_timelines_all(tmp_path: Path) ->
     rings = Rings.create(["planner"])
     rings.close()
     timeline = save_timeline(rings, tmp_path, "the end")
-    paths = [save_incident(rings, tmp_path, f"epoch-{number:03}", "a rank was lost") for number in range(KEPT + 3)]
+    paths = [
+        save_incident(rings, tmp_path, f"epoch-{number:03}", "a rank was lost")
+        for number in range(KEPT + 3)
+    ]
     assert sorted(tmp_path.iterdir()) == sorted([*paths[3:], timeline])
 
 

@@ -2,7 +2,14 @@
 
 import pytest
 
-from forebay.observe.figures import SECONDS_BOUNDS, FiguresOfRanks, Meter, Report, decode_report, encode_report
+from forebay.observe.figures import (
+    SECONDS_BOUNDS,
+    FiguresOfRanks,
+    Meter,
+    Report,
+    decode_report,
+    encode_report,
+)
 
 
 def measured(pages: int) -> bytes:

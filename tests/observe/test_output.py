@@ -21,7 +21,9 @@ print("after")
 
 
 def test_everything_comes_in_order_and_the_streams_are_given_back() -> None:
-    done = subprocess.run([sys.executable, "-c", SAYS], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", SAYS], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=True
+    )
     lines = [word for number in range(100) for word in (f"line {number}", f"error {number}")]
     assert done.stdout.decode().splitlines() == [*lines, "café \\udc80", "after"]
 

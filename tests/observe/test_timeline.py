@@ -36,10 +36,14 @@ def filled_rings() -> Rings:
 def test_all_processes_are_on_one_axis_and_arrows_lead_through_them() -> None:
     trace = chrome_trace([filled_rings().flight_record("test")])
     slices = check_trace(trace)
-    assert [(event["name"], event["ts"], event["dur"]) for event in slices if event["name"] == "ticket"] == [("ticket", 20.0, 60.0)]
+    assert [
+        (event["name"], event["ts"], event["dur"]) for event in slices if event["name"] == "ticket"
+    ] == [("ticket", 20.0, 60.0)]
     queues = [event for event in slices if event["name"] == "queue"]
     assert len({event["tid"] for event in queues}) == 2, "what overlaps is on lanes of its own"
-    waits = {event["name"]: event["tid"] for event in slices if event["name"] in ("load-wait", "forward")}
+    waits = {
+        event["name"]: event["tid"] for event in slices if event["name"] in ("load-wait", "forward")
+    }
     assert waits["load-wait"] == waits["forward"], "a wait is drawn inside its forward pass"
     arrows = [event["name"] for event in trace["traceEvents"] if event["ph"] == "s"]
     assert sorted(arrows) == ["activations", "ticket", "ticket"]
@@ -56,7 +60,9 @@ def test_spans_that_two_records_hold_are_drawn_once() -> None:
 def test_records_of_two_machines_meet_on_the_wall_clock() -> None:
     """The second machine's monotonic clock is 1 s ahead of the first's."""
     here = filled_rings().flight_record("here")
-    there: FlightRecord = msgspec.structs.replace(here, boot_id="another", monotonic_ns=here.monotonic_ns + 10**9)
+    there: FlightRecord = msgspec.structs.replace(
+        here, boot_id="another", monotonic_ns=here.monotonic_ns + 10**9
+    )
     slices = check_trace(chrome_trace([here, there]))
     tickets = sorted(event["ts"] for event in slices if event["name"] == "ticket")
     assert tickets[1] - tickets[0] == pytest.approx(10**6)
@@ -68,7 +74,9 @@ def test_nothing_recorded_is_an_empty_trace() -> None:
     assert check_trace(chrome_trace([rings.flight_record("test")])) == []
 
 
-def test_the_command_merges_files_and_directories(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_merges_files_and_directories(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     save_timeline(filled_rings(), tmp_path / "records", "the end")
     output = tmp_path / "trace.json"
     assert run(["timeline", str(tmp_path / "records"), "-o", str(output), "--json"]) == 0
@@ -88,7 +96,9 @@ def test_the_command_merges_files_and_directories(tmp_path: Path, capsys: pytest
         ([], "FILE"),
     ],
 )
-def test_what_cannot_be_merged_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], says: str) -> None:
+def test_what_cannot_be_merged_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], says: str
+) -> None:
     (tmp_path / "text").write_text("hello")
     (tmp_path / "trace").write_text('{"traceEvents": []}')
     save_timeline(filled_rings(), tmp_path / "elsewhere", "x").rename(tmp_path / "good")

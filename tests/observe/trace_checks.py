@@ -12,12 +12,21 @@ def check_trace(trace: dict[str, Any]) -> list[Event]:
     events: list[Event] = trace["traceEvents"]
     by_phase: dict[str, list[Event]] = {}
     for event in events:
-        assert isinstance(event["name"], str) and type(event["pid"]) is int and type(event["tid"]) is int
+        assert (
+            isinstance(event["name"], str)
+            and type(event["pid"]) is int
+            and type(event["tid"]) is int
+        )
         by_phase.setdefault(event["ph"], []).append(event)
     assert set(by_phase) <= {"M", "X", "s", "f"}
     slices = by_phase.get("X", [])
     for event in slices:
-        assert event["ts"] >= 0 and event["dur"] >= 0 and isinstance(event["args"], dict) and event["cat"]
+        assert (
+            event["ts"] >= 0
+            and event["dur"] >= 0
+            and isinstance(event["args"], dict)
+            and event["cat"]
+        )
     _check_nesting(slices)
     _check_names(by_phase.get("M", []), slices)
     _check_arrows(by_phase.get("s", []), by_phase.get("f", []), slices)
@@ -39,8 +48,16 @@ def _check_nesting(slices: list[Event]) -> None:
 
 
 def _check_names(metadata: list[Event], slices: list[Event]) -> None:
-    processes = {event["pid"] for event in metadata if event["name"] == "process_name" and event["args"]["name"]}
-    threads = {(event["pid"], event["tid"]) for event in metadata if event["name"] == "thread_name" and event["args"]["name"]}
+    processes = {
+        event["pid"]
+        for event in metadata
+        if event["name"] == "process_name" and event["args"]["name"]
+    }
+    threads = {
+        (event["pid"], event["tid"])
+        for event in metadata
+        if event["name"] == "thread_name" and event["args"]["name"]
+    }
     assert {event["pid"] for event in slices} <= processes
     assert {(event["pid"], event["tid"]) for event in slices} <= threads
 

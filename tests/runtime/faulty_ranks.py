@@ -78,7 +78,11 @@ class Served:
 
     def logged(self, what: str) -> list[str]:
         """Whom it was about, each time that the planner did ``what``: "retracted", "ticket", "query" or "used"."""
-        return [kind.removeprefix(what + "/") for kind, _, _ in self._log() if kind.startswith(what + "/")]
+        return [
+            kind.removeprefix(what + "/")
+            for kind, _, _ in self._log()
+            if kind.startswith(what + "/")
+        ]
 
     def _log(self) -> list[list[str]]:
         log = self.orders.with_name(self.orders.name + ".log")
@@ -92,8 +96,16 @@ class Served:
 
     @property
     def ranks(self) -> list[psutil.Process]:
-        planners = [child for child in psutil.Process().children() if "planner_process" in " ".join(command_line(child))]
-        return [child for child in oldest_first(oldest_first(planners)[-1].children()) if WORKER in command_line(child)]
+        planners = [
+            child
+            for child in psutil.Process().children()
+            if "planner_process" in " ".join(command_line(child))
+        ]
+        return [
+            child
+            for child in oldest_first(oldest_first(planners)[-1].children())
+            if WORKER in command_line(child)
+        ]
 
     def prime(self, prompts: list[list[int]]) -> None:
         """Compute them, let all of their pages reach the store, and forget them above it."""
@@ -102,7 +114,9 @@ class Served:
         until(lambda: self.snapshot.stored_pages >= stored, "all pages are stored")
         self.llm.flush_cache()
 
-    def check(self, prompts: list[list[int]], params: SamplingParams | None = None) -> list[RequestOutput]:
+    def check(
+        self, prompts: list[list[int]], params: SamplingParams | None = None
+    ) -> list[RequestOutput]:
         """All at once; the text is right."""
         params = params or greedy()
         outputs = self.llm.generate(prompts, params)
@@ -135,13 +149,20 @@ class Served:
 
 
 @contextmanager
-def serving(model: Path, plain: LLM, directory: Path, settings: dict[str, Any], planner: dict[str, Any]) -> Iterator[Served]:
+def serving(
+    model: Path, plain: LLM, directory: Path, settings: dict[str, Any], planner: dict[str, Any]
+) -> Iterator[Served]:
     """A server of these settings over an empty ``directory``; ``planner``: what it takes as given (`fault_injection`)."""
     orders = directory / "orders"
     orders.write_text("{}")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TEST_RANK_FAULTS", str(orders))
         patch.setenv("TEST_PLANNER", json.dumps(PLANNER | planner))
-        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(INJECTION), os.environ.get("PYTHONPATH")))))
-        with LLM(str(model), **(SETTINGS | {"store": f"file:{directory / 'pages'}"} | settings)) as llm:
+        patch.setenv(
+            "PYTHONPATH",
+            os.pathsep.join(filter(None, (str(INJECTION), os.environ.get("PYTHONPATH")))),
+        )
+        with LLM(
+            str(model), **(SETTINGS | {"store": f"file:{directory / 'pages'}"} | settings)
+        ) as llm:
             yield Served(llm, plain, orders)

@@ -8,7 +8,17 @@ from pathlib import Path
 
 import torch
 
-from forebay.core.messages import Backup, Copy, FetchProgress, FromWorker, PageKey, Plan, Store, StoreDone, Ticket
+from forebay.core.messages import (
+    Backup,
+    Copy,
+    FetchProgress,
+    FromWorker,
+    PageKey,
+    Plan,
+    Store,
+    StoreDone,
+    Ticket,
+)
 from forebay.models.config import load_config
 from forebay.models.kv import KVPool, page_block
 from forebay.models.kv_format import kv_format
@@ -42,13 +52,17 @@ class Tiers:
         self.device = KVPool(config, shard, PAGES, PAGE_SIZE, torch.bfloat16, DEVICE, form)
         self.host = HostPool(self.device, PAGES)
         meter = Meter()
-        self.copier = CopyEngine(self.device, self.host, ring, meter, lambda transfer, pages: self._heard.set())
+        self.copier = CopyEngine(
+            self.device, self.host, ring, meter, lambda transfer, pages: self._heard.set()
+        )
         store = GuardedStore(DirectoryStore(directory, 1 << 30), print)
         own = Layout.of(config, 1, 1)
         block = page_block(config, shard, PAGE_SIZE, form)
         manifest = Manifest(store, NAMESPACE, own)
         reader = PageReader(store, self.host, block, own, manifest)
-        self.io = PageIo(store, reader, self.host, manifest.name(block.part), 1, 0, True, ring, meter, self._say)
+        self.io = PageIo(
+            store, reader, self.host, manifest.name(block.part), 1, 0, True, ring, meter, self._say
+        )
 
     def _say(self, message: FromWorker) -> None:
         self._said.append(message)
@@ -74,7 +88,10 @@ class Tiers:
 
 
 def keys(host_pages: list[int]) -> tuple[PageKey, ...]:
-    return tuple(PageKey(host, hashlib.sha256(bytes([index])).digest()) for index, host in enumerate(host_pages))
+    return tuple(
+        PageKey(host, hashlib.sha256(bytes([index])).digest())
+        for index, host in enumerate(host_pages)
+    )
 
 
 def write(model: Path, kv_dtype: str, directory: Path) -> str:
@@ -100,7 +117,9 @@ def read(model: Path, kv_dtype: str, directory: Path) -> str:
     host, device = [2, 0, 3, 4, 1], [4, 2, 0, 1, 3]
     tiers.io.take(Ticket(1, 1, keys(host)))
     assert tiers.wait() == FetchProgress(1, 0, 1, PAGES, True)
-    gate = tiers.copier.load(Plan(1, 1, (), (), (), b"", tuple(Copy(*pair) for pair in zip(device, host, strict=True))))
+    gate = tiers.copier.load(
+        Plan(1, 1, (), (), (), b"", tuple(Copy(*pair) for pair in zip(device, host, strict=True)))
+    )
     assert gate is not None
     gate.wait(tiers.device.layers - 1)
     tiers.close()

@@ -94,7 +94,9 @@ class ScriptedPlanner:
         self.rings = Rings.create([f"rank {rank}" for rank in range(self.world)])
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._endpoints = {purpose: new_endpoint(purpose) for purpose in ("plan", "io")}
-        self._sockets = {purpose: self._bind(endpoint) for purpose, endpoint in self._endpoints.items()}
+        self._sockets = {
+            purpose: self._bind(endpoint) for purpose, endpoint in self._endpoints.items()
+        }
         self._boots = [self._boot(rank, pp, tp, model, overrides) for rank in range(self.world)]
         self._waiting: list[FromWorker] = []
         self._digest = ZERO
@@ -105,7 +107,9 @@ class ScriptedPlanner:
     def __enter__(self) -> "ScriptedPlanner":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: object
+    ) -> None:
         try:
             if error is None and all(process.poll() is None for process in self.processes):
                 self.stop()
@@ -129,7 +133,9 @@ class ScriptedPlanner:
                 case Loaded():
                     loaded[message.rank] = message
         assert all(message.device_pages >= PAGES for message in loaded.values())
-        assert {rank: message.pid for rank, message in hello.items()} == dict(enumerate(p.pid for p in self.processes))
+        assert {rank: message.pid for rank, message in hello.items()} == dict(
+            enumerate(p.pid for p in self.processes)
+        )
         self.broadcast(Allocate(EPOCH, pages, loaded[0].rendezvous))
         while len(self.ready) < self.world:
             message = self.receive(deadline)
@@ -163,10 +169,18 @@ class ScriptedPlanner:
             except WorkerFault as fault:
                 return fault.fault
 
-    def request(self, slot: int, prompt: Sequence[int], params: SamplingParams = GREEDY, shared: Sequence[int] = ()) -> Request:
+    def request(
+        self,
+        slot: int,
+        prompt: Sequence[int],
+        params: SamplingParams = GREEDY,
+        shared: Sequence[int] = (),
+    ) -> Request:
         """A request whose first pages are ``shared`` ones that hold its prompt's beginning already."""
         computed = min(len(shared) * PAGE_SIZE, len(prompt) - 1)
-        return Request(slot, list(prompt), len(prompt), params, table=list(shared), computed=computed)
+        return Request(
+            slot, list(prompt), len(prompt), params, table=list(shared), computed=computed
+        )
 
     def plan(self, *work: Work, remaps: Sequence[Remap] = (), damage: int | None = None) -> int:
         """Build a plan and send it to every rank, or a damaged one to rank ``damage``. Returns its number."""
@@ -177,7 +191,9 @@ class ScriptedPlanner:
             digest.remap(remap.slot, remap.index, remap.page)
         pieces = tuple(self._piece(item, digest) for item in work)
         self._digest = digest.value
-        self._samplers[number] = [item.request for item, piece in zip(work, pieces, strict=True) if piece.sample]
+        self._samplers[number] = [
+            item.request for item, piece in zip(work, pieces, strict=True) if piece.sample
+        ]
         plan = Plan(EPOCH, number, openings, tuple(remaps), pieces, digest.value)
         for rank in range(self.world):
             self.send(rank, damaged(plan) if rank == damage else plan)
@@ -221,7 +237,9 @@ class ScriptedPlanner:
                 identity, frame, *_ = socket.recv_multipart()
                 message = decode_from_worker(frame)
                 boot = self._boots[message.rank]
-                assert identity == (boot.io_identity if isinstance(message, Heartbeat) else boot.plan_identity)
+                assert identity == (
+                    boot.io_identity if isinstance(message, Heartbeat) else boot.plan_identity
+                )
                 if isinstance(message, Fault):
                     raise WorkerFault(message)
                 if isinstance(message, Heartbeat):
@@ -235,9 +253,17 @@ class ScriptedPlanner:
 
     def _open(self, request: Request) -> Opening:
         request.opened = True
-        history = pack_tokens(request.tokens[: request.computed]) if request.params.has_penalties else b""
+        history = (
+            pack_tokens(request.tokens[: request.computed]) if request.params.has_penalties else b""
+        )
         return Opening(
-            request.slot, f"r{request.slot}", request.params, request.eos, request.prompt_tokens, len(request.output), history
+            request.slot,
+            f"r{request.slot}",
+            request.params,
+            request.eos,
+            request.prompt_tokens,
+            len(request.output),
+            history,
         )
 
     def _piece(self, work: Work, digest: PlanDigest) -> Piece:
@@ -254,7 +280,9 @@ class ScriptedPlanner:
         digest.piece(request.slot, start, tokens, appended, len(request.table), write_from, sample)
         return Piece(request.slot, start, tokens, appended, write_from, sample)
 
-    def _boot(self, rank: int, pp: int, tp: int, model: Path, overrides: Mapping[str, object]) -> WorkerBoot:
+    def _boot(
+        self, rank: int, pp: int, tp: int, model: Path, overrides: Mapping[str, object]
+    ) -> WorkerBoot:
         boot = WorkerBoot(
             epoch=EPOCH,
             rank=rank,

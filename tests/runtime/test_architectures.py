@@ -17,7 +17,12 @@ from tests.runtime import tiny_llama
 from tests.runtime.scripted_planner import ScriptedPlanner
 from tests.runtime.test_worker_text import story
 
-FAMILIES: dict[str, dict[str, Any]] = {"Llama": {}, "Mistral": {"sliding_window": None}, "Qwen2": {}, "Qwen3": {"head_dim": 16}}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "Llama": {},
+    "Mistral": {"sliding_window": None},
+    "Qwen2": {},
+    "Qwen3": {"head_dim": 16},
+}
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4}  # tp = 4 divides both
 GRIDS = [(pp, tp) for pp in (1, 2, 3) for tp in (1, 2, 4)]
 FAST = {("Qwen3", 2, 2), ("gguf", 3, 1)}  # beside the Llamas of test_worker_text
@@ -26,9 +31,18 @@ Make = Callable[[str], tuple[Path, Path]]
 
 
 def cases() -> list[Any]:
-    every = [(family, pp, tp) for family in (*FAMILIES, "gguf", "gguf Qwen2", "gguf Qwen3") for pp, tp in GRIDS]
+    every = [
+        (family, pp, tp)
+        for family in (*FAMILIES, "gguf", "gguf Qwen2", "gguf Qwen3")
+        for pp, tp in GRIDS
+    ]
     return [
-        pytest.param(*case, marks=() if case in FAST else pytest.mark.slow, id=f"{case[0]}-pp{case[1]}-tp{case[2]}") for case in every
+        pytest.param(
+            *case,
+            marks=() if case in FAST else pytest.mark.slow,
+            id=f"{case[0]}-pp{case[1]}-tp{case[2]}",
+        )
+        for case in every
     ]
 
 
@@ -43,7 +57,11 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
         if family == "gguf":
             written = source = tiny_llama.make_gguf(directory / "tiny.gguf")
         else:
-            source = tiny_llama.make(directory, name, **HEADS | FAMILIES[name] | ({"vocab_size": 264} if name != family else {}))
+            source = tiny_llama.make(
+                directory,
+                name,
+                **HEADS | FAMILIES[name] | ({"vocab_size": 264} if name != family else {}),
+            )
             if name == family:
                 return source, source
             model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
@@ -72,9 +90,25 @@ def test_the_demo_model_over_tensor_parallel_ranks(tp: int) -> None:
     chance = random.Random(3)
     prompts = [[chance.randrange(300, 40_000) for _ in range(length)] for length in (5, 70, 200)]
     params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
-    with LLM("demo", tp=tp, dtype="float32", device_memory="256MiB", host_memory="64MiB", store="none", threads_per_rank=1) as llm:
+    with LLM(
+        "demo",
+        tp=tp,
+        dtype="float32",
+        device_memory="256MiB",
+        host_memory="64MiB",
+        store="none",
+        threads_per_rank=1,
+    ) as llm:
         texts = [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
-    oracle = AutoModelForCausalLM.from_pretrained(resolve_model("demo").path, dtype=torch.float32).eval()
+    oracle = AutoModelForCausalLM.from_pretrained(
+        resolve_model("demo").path, dtype=torch.float32
+    ).eval()
     for ids, text in zip(prompts, texts, strict=True):
-        expected = oracle.generate(torch.tensor([ids]), max_new_tokens=16, min_new_tokens=16, do_sample=False, eos_token_id=None)
+        expected = oracle.generate(
+            torch.tensor([ids]),
+            max_new_tokens=16,
+            min_new_tokens=16,
+            do_sample=False,
+            eos_token_id=None,
+        )
         assert text == expected[0, len(ids) :].tolist()

@@ -19,7 +19,12 @@ PAGE = 16
 CONTEXT = 256
 STEMS = 4
 NEAR_LOGITS = 0.25  # bfloat16: the text may part where the two best are this near
-PLAIN: dict[str, Any] = {"page_size": PAGE, "threads_per_rank": 1, "max_context": CONTEXT, "store": "none"}
+PLAIN: dict[str, Any] = {
+    "page_size": PAGE,
+    "threads_per_rank": 1,
+    "max_context": CONTEXT,
+    "store": "none",
+}
 SMALL: dict[str, Any] = {**PLAIN, "fetch_threshold": PAGE, "fetch_policy": "wait"}
 
 
@@ -42,31 +47,112 @@ SELECTIVE: dict[str, Any] = {"write_policy": "write-through-selective"}
 WRITE_BACK: dict[str, Any] = {"write_policy": "write-back"}
 STAGING: dict[str, Any] = {"pp": 2, "host_memory": "80KiB", "host_mode": "staging"}
 CASES = [
-    Case("write-through", {"pp": 2, "device_memory": "96KiB", "host_memory": "160KiB", "chunk_size": 64}),
+    Case(
+        "write-through",
+        {"pp": 2, "device_memory": "96KiB", "host_memory": "160KiB", "chunk_size": 64},
+    ),
     Case(
         "staging",
-        {"pp": 3, "device_memory": "96KiB", "host_memory": "160KiB", "host_mode": "staging", "chunk_size": 32, "fetch_route": "staged"},
+        {
+            "pp": 3,
+            "device_memory": "96KiB",
+            "host_memory": "160KiB",
+            "host_mode": "staging",
+            "chunk_size": 32,
+            "fetch_route": "staged",
+        },
     ),
-    Case("host only", {"device_memory": "136KiB", "host_memory": "1MiB", "write_policy": "write-back"}, store="none"),
-    Case("selective", {"pp": 4, "device_memory": "64KiB", "host_memory": "64KiB", "write_policy": "write-through-selective"}),
-    Case("write-back", {"tp": 2, "device_memory": "96KiB", "host_memory": "128KiB", "write_policy": "write-back", "chunk_size": 16}),
-    Case("staging ticket", {"pp": 2, "device_memory": "80KiB", "host_memory": "80KiB", "host_mode": "staging"}),
-    Case("int8", {"pp": 2, "device_memory": "32KiB", "host_memory": "64KiB"}, {"dtype": "float32", "kv_dtype": "int8"}),
-    Case("fp8", {"device_memory": "64KiB", "host_memory": "64KiB"}, {"dtype": "float32", "kv_dtype": "fp8_e4m3"}),
-    Case("float16", {"pp": 2, "device_memory": "48KiB", "host_memory": "64KiB"}, {"dtype": "float32", "kv_dtype": "float16"}),
-    Case("bfloat16", {"pp": 2, "device_memory": "48KiB", "host_memory": "96KiB", "chunk_size": 48}, {"dtype": "bfloat16"}),
+    Case(
+        "host only",
+        {"device_memory": "136KiB", "host_memory": "1MiB", "write_policy": "write-back"},
+        store="none",
+    ),
+    Case(
+        "selective",
+        {
+            "pp": 4,
+            "device_memory": "64KiB",
+            "host_memory": "64KiB",
+            "write_policy": "write-through-selective",
+        },
+    ),
+    Case(
+        "write-back",
+        {
+            "tp": 2,
+            "device_memory": "96KiB",
+            "host_memory": "128KiB",
+            "write_policy": "write-back",
+            "chunk_size": 16,
+        },
+    ),
+    Case(
+        "staging ticket",
+        {"pp": 2, "device_memory": "80KiB", "host_memory": "80KiB", "host_mode": "staging"},
+    ),
+    Case(
+        "int8",
+        {"pp": 2, "device_memory": "32KiB", "host_memory": "64KiB"},
+        {"dtype": "float32", "kv_dtype": "int8"},
+    ),
+    Case(
+        "fp8",
+        {"device_memory": "64KiB", "host_memory": "64KiB"},
+        {"dtype": "float32", "kv_dtype": "fp8_e4m3"},
+    ),
+    Case(
+        "float16",
+        {"pp": 2, "device_memory": "48KiB", "host_memory": "64KiB"},
+        {"dtype": "float32", "kv_dtype": "float16"},
+    ),
+    Case(
+        "bfloat16",
+        {"pp": 2, "device_memory": "48KiB", "host_memory": "96KiB", "chunk_size": 48},
+        {"dtype": "bfloat16"},
+    ),
     Case("embedded", {"pp": 2, "device_memory": "96KiB", "host_memory": "160KiB"}, store=EMBEDDED),
-    Case("embedded, staging, write-back", STAGING | WRITE_BACK | {"device_memory": "80KiB"}, store=EMBEDDED),
-    Case("embedded, int8, staging", STAGING | {"device_memory": "32KiB"}, {"dtype": "float32", "kv_dtype": "int8"}, EMBEDDED),
-    Case("int8, staging", STAGING | {"device_memory": "22KiB"}, {"dtype": "float32", "kv_dtype": "int8"}),
-    Case("fp8, staging, write-back", STAGING | WRITE_BACK | {"device_memory": "20KiB"}, {"dtype": "float32", "kv_dtype": "fp8_e4m3"}),
-    Case("float16, staging, back", STAGING | WRITE_BACK | {"device_memory": "40KiB"}, {"dtype": "float32", "kv_dtype": "float16"}),
+    Case(
+        "embedded, staging, write-back",
+        STAGING | WRITE_BACK | {"device_memory": "80KiB"},
+        store=EMBEDDED,
+    ),
+    Case(
+        "embedded, int8, staging",
+        STAGING | {"device_memory": "32KiB"},
+        {"dtype": "float32", "kv_dtype": "int8"},
+        EMBEDDED,
+    ),
+    Case(
+        "int8, staging",
+        STAGING | {"device_memory": "22KiB"},
+        {"dtype": "float32", "kv_dtype": "int8"},
+    ),
+    Case(
+        "fp8, staging, write-back",
+        STAGING | WRITE_BACK | {"device_memory": "20KiB"},
+        {"dtype": "float32", "kv_dtype": "fp8_e4m3"},
+    ),
+    Case(
+        "float16, staging, back",
+        STAGING | WRITE_BACK | {"device_memory": "40KiB"},
+        {"dtype": "float32", "kv_dtype": "float16"},
+    ),
     Case("bfloat16, staging", STAGING | {"device_memory": "48KiB"}, {"dtype": "bfloat16"}),
-    Case("bfloat16, staging, selective", STAGING | SELECTIVE | {"device_memory": "48KiB"}, {"dtype": "bfloat16"}, EMBEDDED),
-    Case("bfloat16, staging, write-back", STAGING | WRITE_BACK | {"device_memory": "36KiB"}, {"dtype": "bfloat16"}),
+    Case(
+        "bfloat16, staging, selective",
+        STAGING | SELECTIVE | {"device_memory": "48KiB"},
+        {"dtype": "bfloat16"},
+        EMBEDDED,
+    ),
+    Case(
+        "bfloat16, staging, write-back",
+        STAGING | WRITE_BACK | {"device_memory": "36KiB"},
+        {"dtype": "bfloat16"},
+    ),
     Case(
         "embedded, int8, tp, staged",
-        {"tp": 2, "device_memory": "32KiB", "host_memory": "64KiB", "fetch_route": "staged"} | SELECTIVE,
+        {"tp": 2, "device_memory": "32KiB", "host_memory": "64KiB", "fetch_route": "staged"}
+        | SELECTIVE,
         {"dtype": "float32", "kv_dtype": "int8"},
         EMBEDDED,
     ),
@@ -125,8 +211,18 @@ def check_sequence(llm: LLM, expected: Expected, seed: int, tolerance: float, hi
                 prompts.append([*randomness.choice(talks), randomness.randrange(5, 250)])
             else:
                 own = [randomness.randrange(5, 250) for _ in range(randomness.choice([0, 1, 5]))]
-                prompts.append(randomness.choice(stems)[: randomness.choice([PAGE, 3 * PAGE, 5 * PAGE + 3, CONTEXT // 2])] + own)
-        params = SamplingParams(max_tokens=randomness.choice([1, 4, PAGE + 2]), temperature=0, ignore_eos=True, logprobs=2)
+                prompts.append(
+                    randomness.choice(stems)[
+                        : randomness.choice([PAGE, 3 * PAGE, 5 * PAGE + 3, CONTEXT // 2])
+                    ]
+                    + own
+                )
+        params = SamplingParams(
+            max_tokens=randomness.choice([1, 4, PAGE + 2]),
+            temperature=0,
+            ignore_eos=True,
+            logprobs=2,
+        )
         prompts = [prompt for prompt in prompts if len(prompt) + PAGE + 2 < CONTEXT]
         for prompt, output in zip(prompts, llm.generate(prompts, params), strict=True):
             hits.add(output)
@@ -145,7 +241,9 @@ def assert_same(got: RequestOutput, expected: RequestOutput, tolerance: float) -
     scores = expected.outputs[0].logprobs
     assert scores is not None
     best, second = sorted((entry.logprob for entry in scores[at].values()), reverse=True)[:2]
-    assert best - second <= tolerance, f"output {at} is {ours[at]}, not {theirs[at]}, which leads by {best - second:.3f}"
+    assert best - second <= tolerance, (
+        f"output {at} is {ours[at]}, not {theirs[at]}, which leads by {best - second:.3f}"
+    )
 
 
 def run_case(case: Case, model: Path, store: Path, seeds: range) -> Hits:
@@ -153,7 +251,10 @@ def run_case(case: Case, model: Path, store: Path, seeds: range) -> Hits:
     hits = Hits()
     expected = Expected(model, case.numbers)
     try:
-        with LLM(str(model), **(SMALL | case.numbers | case.settings | {"store": case.store.format(store)})) as llm:
+        with LLM(
+            str(model),
+            **(SMALL | case.numbers | case.settings | {"store": case.store.format(store)}),
+        ) as llm:
             for seed in seeds:
                 check_sequence(llm, expected, seed, tolerance, hits)
     finally:
@@ -162,7 +263,9 @@ def run_case(case: Case, model: Path, store: Path, seeds: range) -> Hits:
 
 
 @pytest.mark.parametrize("case", CASES[:3], ids=lambda case: case.name)
-def test_text_is_the_same_whatever_tier_it_comes_from(case: Case, model: Path, tmp_path: Path) -> None:
+def test_text_is_the_same_whatever_tier_it_comes_from(
+    case: Case, model: Path, tmp_path: Path
+) -> None:
     assert_all_tiers_hit(case, run_case(case, model, tmp_path / "pages", range(4)))
 
 

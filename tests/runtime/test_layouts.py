@@ -45,11 +45,16 @@ class Clock:
 # ---------------------------------------------------------------------------------------------- records
 
 
-@given(st.sets(st.integers(1, 60_000), min_size=1, max_size=400), st.sets(st.integers(1, 60_000), min_size=1, max_size=400))
+@given(
+    st.sets(st.integers(1, 60_000), min_size=1, max_size=400),
+    st.sets(st.integers(1, 60_000), min_size=1, max_size=400),
+)
 def test_a_layout_survives_its_record(layers: set[int], heads: set[int]) -> None:
     layout = Layout((0, *sorted(layers)), (0, *sorted(heads)))
     record = layout.encode()
-    assert len(record) == RECORD_BYTES, "equal lengths, or a store would take a second record of a slot for a replacement"
+    assert len(record) == RECORD_BYTES, (
+        "equal lengths, or a store would take a second record of a slot for a replacement"
+    )
     assert Layout.decode(record) == layout
 
 
@@ -60,7 +65,12 @@ def test_other_bytes_are_no_layout(record: bytes) -> None:
 
 
 def test_records_whose_bounds_do_not_rise_are_no_layout() -> None:
-    for broken in (Layout((0, 4, 4), (0, 3)), Layout((1, 4), (0, 3)), Layout((0,), (0, 3)), Layout((0, 4), ())):
+    for broken in (
+        Layout((0, 4, 4), (0, 3)),
+        Layout((1, 4), (0, 3)),
+        Layout((0,), (0, 3)),
+        Layout((0, 4), ()),
+    ):
         with pytest.raises(ValueError):
             Layout.decode(broken.encode())
     with pytest.raises(ValueError, match="holds"):
@@ -77,7 +87,9 @@ def test_grids_find_each_others_layouts_and_none_of_another_model(tmp_path: Path
     assert set(Manifest(store, b"model", WHOLE).others(T)) == {STAGES, HEADS, GRID}
     another = Manifest(store, b"another", WHOLE)
     assert another.others(T) == ()
-    assert another.name(WHOLE.parts[0]) != Manifest(store, b"model", WHOLE).name(WHOLE.parts[0]), "a flush takes one model's pages"
+    assert another.name(WHOLE.parts[0]) != Manifest(store, b"model", WHOLE).name(WHOLE.parts[0]), (
+        "a flush takes one model's pages"
+    )
 
 
 def test_writers_that_come_at_once_lose_nothing(tmp_path: Path) -> None:
@@ -90,7 +102,9 @@ def test_writers_that_come_at_once_lose_nothing(tmp_path: Path) -> None:
         barrier.wait()
         added.append(Manifest(store, b"model", layout).add_own(T))
 
-    threads = [threading.Thread(target=add, args=pair) for pair in zip(stores, layouts, strict=True)]
+    threads = [
+        threading.Thread(target=add, args=pair) for pair in zip(stores, layouts, strict=True)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -101,7 +115,10 @@ def test_writers_that_come_at_once_lose_nothing(tmp_path: Path) -> None:
 
 def test_holes_of_evicted_records_are_passed_over_and_filled_again(tmp_path: Path) -> None:
     store, clock = DirectoryStore(tmp_path, 1 << 30), Clock()
-    first, second = Manifest(store, b"model", WHOLE, clock), Manifest(store, b"model", STAGES, clock)
+    first, second = (
+        Manifest(store, b"model", WHOLE, clock),
+        Manifest(store, b"model", STAGES, clock),
+    )
     assert first.add_own(T) and second.add_own(T)
     store.files.remove(store.files.path(first._keys[0]).name)
     assert Manifest(store, b"model", GRID, clock).others(T) == (STAGES,)
@@ -113,8 +130,15 @@ def test_holes_of_evicted_records_are_passed_over_and_filled_again(tmp_path: Pat
 def test_a_full_manifest_and_foreign_records_are_no_harm(tmp_path: Path) -> None:
     store = DirectoryStore(tmp_path, 1 << 30)
     reader = Manifest(store, b"model", WHOLE)
-    records = [Layout((0, 1 + slot, 40), (0, 3)).encode() for slot in range(SLOTS - 1)] + [STAGES.encode()]
-    assert store.put_from([PutItem(key, record) for key, record in zip(reader._keys, records, strict=True)], T) == [Status.OK] * SLOTS
+    records = [Layout((0, 1 + slot, 40), (0, 3)).encode() for slot in range(SLOTS - 1)] + [
+        STAGES.encode()
+    ]
+    assert (
+        store.put_from(
+            [PutItem(key, record) for key, record in zip(reader._keys, records, strict=True)], T
+        )
+        == [Status.OK] * SLOTS
+    )
     assert reader.others(T) == (STAGES,), "layouts of another number of layers cut another page"
     assert not reader.add_own(T)
 
@@ -156,14 +180,23 @@ class Pages:
     def __init__(self, path: Path, count: int) -> None:
         self.store = DirectoryStore(path, 1 << 30)
         self.hashes = [bytes([number]) * 32 for number in range(count)]
-        self.numbers = np.random.default_rng(count).integers(0, 256, (count, 6, 2, 3, HEAD_BYTES), dtype=np.uint8)
+        self.numbers = np.random.default_rng(count).integers(
+            0, 256, (count, 6, 2, 3, HEAD_BYTES), dtype=np.uint8
+        )
 
     def block(self, number: int, part: Part) -> bytes:
-        layers, heads = slice(part.layers.start, part.layers.stop), slice(part.heads.start, part.heads.stop)
+        layers, heads = (
+            slice(part.layers.start, part.layers.stop),
+            slice(part.heads.start, part.heads.stop),
+        )
         return self.numbers[number, layers, :, heads].tobytes()
 
     def put(self, layout: Layout, numbers: Sequence[int]) -> None:
-        items = [PutItem(self.key(number, part), self.block(number, part)) for number in numbers for part in layout.parts]
+        items = [
+            PutItem(self.key(number, part), self.block(number, part))
+            for number in numbers
+            for part in layout.parts
+        ]
         assert set(self.store.put_from(items, T)) <= {Status.OK, Status.EXISTS}
         Manifest(self.store, b"model", layout).add_own(T)
 
@@ -171,28 +204,44 @@ class Pages:
         return self.hashes[number] + Manifest(self.store, b"model", WHOLE).name(part)
 
     def match(self, own: Layout) -> int:
-        return match_prefix(self.store, self.hashes, b"", own, Manifest(self.store, b"model", own), T)
+        return match_prefix(
+            self.store, self.hashes, b"", own, Manifest(self.store, b"model", own), T
+        )
 
     def reader(self, own: Layout, part: Part) -> tuple[PageReader, HostPool]:
-        shard = Shard(part.layers.start, part.layers.stop, 6, part.heads.start // len(part.heads), 3 // len(part.heads))
+        shard = Shard(
+            part.layers.start,
+            part.layers.stop,
+            6,
+            part.heads.start // len(part.heads),
+            3 // len(part.heads),
+        )
         pool = KVPool(CONFIG, shard, 1, PAGE_SIZE, torch.float32, torch.device("cpu"))
         host = HostPool(pool, len(self.hashes))
-        return PageReader(self.store, host, Block(part, HEAD_BYTES), own, Manifest(self.store, b"model", own)), host
+        return PageReader(
+            self.store, host, Block(part, HEAD_BYTES), own, Manifest(self.store, b"model", own)
+        ), host
 
     def read(self, own: Layout) -> list[int]:
         """How many pages each rank got; what it got is right."""
         found = []
         for part in own.parts:
             reader, host = self.reader(own, part)
-            came = reader.read([PageKey(number, hash) for number, hash in enumerate(self.hashes)], T)
-            assert all(bytes(host.block(number)) == self.block(number, part) for number in range(came))
+            came = reader.read(
+                [PageKey(number, hash) for number, hash in enumerate(self.hashes)], T
+            )
+            assert all(
+                bytes(host.block(number)) == self.block(number, part) for number in range(came)
+            )
             found.append(came)
         return found
 
 
 @pytest.mark.parametrize("writer", LAYOUTS, ids=["whole", "stages", "heads", "grid"])
 @pytest.mark.parametrize("reader", LAYOUTS, ids=["whole", "stages", "heads", "grid"])
-def test_every_grid_reads_every_grids_pages_byte_for_byte(tmp_path: Path, writer: Layout, reader: Layout) -> None:
+def test_every_grid_reads_every_grids_pages_byte_for_byte(
+    tmp_path: Path, writer: Layout, reader: Layout
+) -> None:
     pages = Pages(tmp_path, 5)
     pages.put(writer, range(4))
     assert pages.match(reader) == 4
@@ -216,7 +265,9 @@ def test_a_page_of_which_a_part_is_missing_is_no_page(tmp_path: Path) -> None:
     pages.store.files.remove(pages.store.files.path(pages.key(1, STAGES.parts[2])).name)
     assert pages.match(STAGES) == pages.match(WHOLE) == 1
     assert pages.read(WHOLE) == [1]
-    assert pages.read(STAGES) == [3, 3, 1], "each rank says what it has, and the planner takes the least"
+    assert pages.read(STAGES) == [3, 3, 1], (
+        "each rank says what it has, and the planner takes the least"
+    )
 
 
 def test_a_damaged_part_of_another_grid_ends_the_prefix(tmp_path: Path) -> None:
@@ -232,7 +283,10 @@ def test_a_damaged_part_of_another_grid_ends_the_prefix(tmp_path: Path) -> None:
 def test_long_runs_are_read_where_they_belong_and_many_short_ones_at_once(tmp_path: Path) -> None:
     """What the tests above read went both ways."""
     pages = Pages(tmp_path, 1)
-    a_third, a_stage = pages.reader(HEADS, HEADS.parts[1])[0], pages.reader(STAGES, STAGES.parts[1])[0]
+    a_third, a_stage = (
+        pages.reader(HEADS, HEADS.parts[1])[0],
+        pages.reader(STAGES, STAGES.parts[1])[0],
+    )
     assert [source.is_direct for source in a_third._sources(WHOLE)] == [False]
     assert [source.is_direct for source in a_stage._sources(WHOLE)] == [True]
 
@@ -241,7 +295,13 @@ def test_long_runs_are_read_where_they_belong_and_many_short_ones_at_once(tmp_pa
 
 PAGE = 16
 GREEDY = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
-COMMON = {"dtype": "float32", "page_size": PAGE, "threads_per_rank": 1, "fetch_threshold": PAGE, "fetch_policy": "wait"}
+COMMON = {
+    "dtype": "float32",
+    "page_size": PAGE,
+    "threads_per_rank": 1,
+    "fetch_threshold": PAGE,
+    "fetch_policy": "wait",
+}
 PROMPT = [5 + (7 * index) % 200 for index in range(150)]
 LONGER = [*PROMPT, *range(5, 95)]
 
@@ -278,11 +338,16 @@ def tokens(outputs: list[RequestOutput]) -> list[list[int]]:
 
 def check(model: Path, store: str, shapes: list[dict[str, int]]) -> None:
     """The first shape writes a prefix; each shape after it finds that and computes the right text from it."""
-    assert tokens(ask(model, [PROMPT], store=store, **shapes[0])) == [tiny_llama.greedy(model, PROMPT, 6)]
+    assert tokens(ask(model, [PROMPT], store=store, **shapes[0])) == [
+        tiny_llama.greedy(model, PROMPT, 6)
+    ]
     for shape in shapes[1:]:
         again = ask(model, [LONGER], store=store, **shape)
         assert tokens(again) == [tiny_llama.greedy(model, LONGER, 6)]
-        assert again[0].num_cached_tokens is not None and again[0].num_cached_tokens >= len(PROMPT) // PAGE * PAGE, shape
+        assert (
+            again[0].num_cached_tokens is not None
+            and again[0].num_cached_tokens >= len(PROMPT) // PAGE * PAGE
+        ), shape
 
 
 @pytest.fixture(scope="module")
@@ -296,11 +361,17 @@ def test_servers_of_other_shapes_are_warm_from_the_store(model: Path, tmp_path: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shapes", [(1, 2, 4), (4, 2, 1), (2, 4, 1)], ids=str)
-def test_pages_go_from_one_number_of_stages_to_another(model: Path, tmp_path: Path, shapes: tuple[int, ...]) -> None:
+def test_pages_go_from_one_number_of_stages_to_another(
+    model: Path, tmp_path: Path, shapes: tuple[int, ...]
+) -> None:
     check(model, f"file:{tmp_path / 'pages'}", [{"pp": pp} for pp in shapes])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("first", [{"tp": 3}, {"pp": 2, "tp": 3}], ids=str)
-def test_pages_go_from_one_number_of_heads_to_another(model: Path, tmp_path: Path, first: dict[str, int]) -> None:
-    check(model, f"embedded:{tmp_path / 'others'}?dram=32MiB&ssd=64MiB", [first, {"tp": 1}, {"pp": 2}])
+def test_pages_go_from_one_number_of_heads_to_another(
+    model: Path, tmp_path: Path, first: dict[str, int]
+) -> None:
+    check(
+        model, f"embedded:{tmp_path / 'others'}?dram=32MiB&ssd=64MiB", [first, {"tp": 1}, {"pp": 2}]
+    )

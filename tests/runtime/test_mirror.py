@@ -34,7 +34,11 @@ class Twin:
         digest = PlanDigest(self.digest, self.number)
         slots = self.random.sample(range(LIMITS.slots), self.random.randint(1, LIMITS.slots))
         openings = tuple(self.open(slot) for slot in slots if self.must_open(slot))
-        remaps = tuple(self.remap(slot, digest) for slot in slots if self.tables[slot] and self.random.random() < 0.3)
+        remaps = tuple(
+            self.remap(slot, digest)
+            for slot in slots
+            if self.tables[slot] and self.random.random() < 0.3
+        )
         pieces = tuple(self.piece(slot, digest) for slot in slots)
         self.digest = digest.value
         return Plan(1, self.number, openings, remaps, pieces, self.digest)
@@ -46,11 +50,15 @@ class Twin:
     def open(self, slot: int) -> Opening:
         self.tables[slot] = []
         self.outputs[slot] = self.random.choice([0, 5])
-        self.lengths[slot] = self.random.choice([0, 3, 8])  # a cached prefix; the first piece brings its pages
+        self.lengths[slot] = self.random.choice(
+            [0, 3, 8]
+        )  # a cached prefix; the first piece brings its pages
         return Opening(slot, f"r{slot}", SamplingParams(), (), 8, self.outputs[slot])
 
     def remap(self, slot: int, digest: PlanDigest) -> Remap:
-        remap = Remap(slot, self.random.randrange(len(self.tables[slot])), self.random.randrange(LIMITS.pages))
+        remap = Remap(
+            slot, self.random.randrange(len(self.tables[slot])), self.random.randrange(LIMITS.pages)
+        )
         self.tables[slot][remap.index] = remap.page
         digest.remap(slot, remap.index, remap.page)
         return remap
@@ -85,9 +93,9 @@ def test_it_stands_as_the_twin_does(seed: int, plans: int) -> None:
         plan = twin.plan()
         opened = {opening.slot: opening.outputs for opening in plan.openings}
         steps = mirror.apply(plan)
-        assert [(s.slot, s.start, pack_tokens(s.tokens.tolist()), s.write_from, s.sample) for s in steps] == [
-            (p.slot, p.start, p.tokens, p.write_from, p.sample) for p in plan.pieces
-        ]
+        assert [
+            (s.slot, s.start, pack_tokens(s.tokens.tolist()), s.write_from, s.sample) for s in steps
+        ] == [(p.slot, p.start, p.tokens, p.write_from, p.sample) for p in plan.pieces]
         assert all(step.output_index == {**before, **opened}[step.slot] for step in steps)
         for slot, table in twin.tables.items():
             assert mirror.table(slot).tolist() == table
@@ -129,12 +137,16 @@ def test_a_missed_or_doubled_plan_shows_at_the_next_one(seed: int, plans: int) -
 
 
 def plan(
-    *pieces: Piece, openings: tuple[Opening, ...] = (Opening(0, "r", SamplingParams(), (), 4),), remaps: tuple[Remap, ...] = ()
+    *pieces: Piece,
+    openings: tuple[Opening, ...] = (Opening(0, "r", SamplingParams(), (), 4),),
+    remaps: tuple[Remap, ...] = (),
 ) -> Plan:
     return Plan(1, 1, openings, remaps, pieces, ZERO)
 
 
-GOOD = Piece(slot=0, start=0, tokens=pack_tokens([1, 2, 3, 4, 5]), pages=(7, 8), write_from=0, sample=True)
+GOOD = Piece(
+    slot=0, start=0, tokens=pack_tokens([1, 2, 3, 4, 5]), pages=(7, 8), write_from=0, sample=True
+)
 replace = msgspec.structs.replace
 
 
@@ -146,7 +158,16 @@ replace = msgspec.structs.replace
         (plan(GOOD, openings=()), "slot 0 was never opened"),
         (plan(replace(GOOD, slot=1)), "slot 1 was never opened"),
         (plan(replace(GOOD, slot=3)), "slots 0 to 2 exist"),
-        (plan(GOOD, openings=(Opening(0, "r", SamplingParams(), (), 4), Opening(1, "s", SamplingParams(), (), 4))), "has no piece"),
+        (
+            plan(
+                GOOD,
+                openings=(
+                    Opening(0, "r", SamplingParams(), (), 4),
+                    Opening(1, "s", SamplingParams(), (), 4),
+                ),
+            ),
+            "has no piece",
+        ),
         (plan(replace(GOOD, pages=(7,))), "1 pages of 4 for 5 positions"),
         (plan(replace(GOOD, pages=(7, 50))), "page 50; pages 0 to 49 exist"),
         (plan(replace(GOOD, pages=tuple(range(11)))), "at most 10 are allowed"),

@@ -10,7 +10,9 @@ from tests.runtime import round_trip
 
 
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", "int8"])
-def test_pages_come_back_byte_for_byte_in_another_process(tiny_model: Path, kv_dtype: str, tmp_path: Path) -> None:
+def test_pages_come_back_byte_for_byte_in_another_process(
+    tiny_model: Path, kv_dtype: str, tmp_path: Path
+) -> None:
     arguments = [str(tiny_model), kv_dtype, str(tmp_path / "pages")]
     written = round_trip.write(tiny_model, kv_dtype, tmp_path / "pages")
     command = [sys.executable, "-m", "tests.runtime.round_trip", *arguments]

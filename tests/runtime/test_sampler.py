@@ -51,9 +51,13 @@ class Twin:
             for token in (*EOS, *params.stop_token_ids):
                 logits[token] = -math.inf
         for token in set(case.prompt + case.output):
-            logits[token] *= params.repetition_penalty if logits[token] <= 0 else 1 / params.repetition_penalty
+            logits[token] *= (
+                params.repetition_penalty if logits[token] <= 0 else 1 / params.repetition_penalty
+            )
         for token in set(case.output):
-            logits[token] -= params.frequency_penalty * case.output.count(token) + params.presence_penalty
+            logits[token] -= (
+                params.frequency_penalty * case.output.count(token) + params.presence_penalty
+            )
         return logits
 
     def _choose(self, logits: Row, output_index: int) -> int:
@@ -102,7 +106,9 @@ def sample(cases: list[Case]) -> list[int]:
     for slot, case in enumerate(cases):
         text = case.prompt + case.output
         history = pack_tokens(text[:-1]) if case.params.has_penalties else b""
-        sampler.open(Opening(slot, "r", case.params, EOS, len(case.prompt), len(case.output), history))
+        sampler.open(
+            Opening(slot, "r", case.params, EOS, len(case.prompt), len(case.output), history)
+        )
         steps.append(step(slot, text[-1:], len(text) - 1, len(case.output)))
     sampler.count(steps)
     logits = torch.from_numpy(np.stack([case.logits for case in cases]))
@@ -131,16 +137,24 @@ def params_of(dice: random.Random) -> SamplingParams:
         frequency_penalty=maybe(dice.uniform(-2, 2), 0.0),
         min_tokens=int(maybe(3, 0)),
         stop_token_ids=(7,),
-        logit_bias={dice.randrange(VOCAB + 10): dice.uniform(-100, 100) for _ in range(int(maybe(3, 0)))},
+        logit_bias={
+            dice.randrange(VOCAB + 10): dice.uniform(-100, 100) for _ in range(int(maybe(3, 0)))
+        },
     )
 
 
 def case_of(dice: random.Random) -> Case:
-    logits = np.random.default_rng(dice.randrange(2**32)).normal(0, dice.choice([0.1, 2.0, 6.0]), VOCAB).astype(np.float32)
+    logits = (
+        np.random.default_rng(dice.randrange(2**32))
+        .normal(0, dice.choice([0.1, 2.0, 6.0]), VOCAB)
+        .astype(np.float32)
+    )
     if dice.random() < 0.3:
         logits = np.round(logits * 2) / 2  # many ties
     prompt = [dice.randrange(VOCAB) for _ in range(dice.randint(1, 20))]
-    return Case(logits, params_of(dice), prompt, [dice.randrange(10) for _ in range(dice.randint(0, 6))])
+    return Case(
+        logits, params_of(dice), prompt, [dice.randrange(10) for _ in range(dice.randint(0, 6))]
+    )
 
 
 @given(st.integers(0, 2**32), st.integers(1, 8))
@@ -170,8 +184,12 @@ def test_draws_follow_the_distribution() -> None:
     sampler = Sampler(VOCAB, torch.device("cpu"))
     sampler.open(Opening(0, "r", SamplingParams(seed=4), EOS, 1))
     steps = [step(0, [1], index, index) for index in range(5000)]
-    tokens = [token for token, _ in sampler.sample(torch.from_numpy(logits).expand(5000, -1), steps)]
-    assert {token: pytest.approx(tokens.count(token) / 5000, abs=0.025) for token in (2, 10, 599)} == {2: 0.5, 10: 0.3, 599: 0.2}
+    tokens = [
+        token for token, _ in sampler.sample(torch.from_numpy(logits).expand(5000, -1), steps)
+    ]
+    assert {
+        token: pytest.approx(tokens.count(token) / 5000, abs=0.025) for token in (2, 10, 599)
+    } == {2: 0.5, 10: 0.3, 599: 0.2}
 
 
 def test_end_tokens_wait_for_min_tokens() -> None:
@@ -183,12 +201,18 @@ def test_end_tokens_wait_for_min_tokens() -> None:
 
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf])  # inside, both become NaN
-def test_a_row_that_is_not_finite_gets_some_token_and_its_neighbours_the_right_ones(value: float) -> None:
+def test_a_row_that_is_not_finite_gets_some_token_and_its_neighbours_the_right_ones(
+    value: float,
+) -> None:
     """A model that computes NaN must not end the rank, and with it everybody's requests."""
     broken = np.full(VOCAB, value, np.float32)
     sound = np.zeros(VOCAB, np.float32)
     sound[5] = 50
-    params = [SamplingParams(seed=1, top_p=0.9), SamplingParams(seed=1, top_k=3, min_p=0.1), SamplingParams(temperature=0.0)]
+    params = [
+        SamplingParams(seed=1, top_p=0.9),
+        SamplingParams(seed=1, top_k=3, min_p=0.1),
+        SamplingParams(temperature=0.0),
+    ]
     for one in params:
         tokens = sample([Case(broken, one, [1], []), Case(sound, one, [1], [])])
         assert 0 <= tokens[0] < VOCAB and tokens[1] == 5
@@ -197,7 +221,9 @@ def test_a_row_that_is_not_finite_gets_some_token_and_its_neighbours_the_right_o
 def test_counts_follow_a_text_over_chunks_and_forget_it_with_the_slot() -> None:
     sampler = Sampler(VOCAB, torch.device("cpu"))
     params = SamplingParams(temperature=0.0, frequency_penalty=1.0, repetition_penalty=2.0)
-    sampler.open(Opening(0, "r", params, EOS, prompt_tokens=5, outputs=1, history=pack_tokens([1, 2])))
+    sampler.open(
+        Opening(0, "r", params, EOS, prompt_tokens=5, outputs=1, history=pack_tokens([1, 2]))
+    )
     sampler.count([step(0, [3, 4], 2, 0)])
     sampler.count([step(0, [5, 6, 6], 4, 1)])  # position 4 is the prompt's last, then two outputs
     seen, emitted = sampler._counts.of([0])
@@ -210,7 +236,11 @@ def test_counts_follow_a_text_over_chunks_and_forget_it_with_the_slot() -> None:
 def test_logprobs_are_those_of_the_models_own_distribution() -> None:
     dice = random.Random(2)
     logits = torch.randn(3, VOCAB)
-    asks = [SamplingParams(temperature=0.0, logprobs=3), SamplingParams(seed=1), SamplingParams(seed=1, top_k=5, logprobs=0)]
+    asks = [
+        SamplingParams(temperature=0.0, logprobs=3),
+        SamplingParams(seed=1),
+        SamplingParams(seed=1, top_k=5, logprobs=0),
+    ]
     asks[0] = asks[0].replace(logit_bias={dice.randrange(VOCAB): 50.0})
     sampler = Sampler(VOCAB, torch.device("cpu"))
     for slot, params in enumerate(asks):
@@ -222,11 +252,15 @@ def test_logprobs_are_those_of_the_models_own_distribution() -> None:
     assert first.chosen == pytest.approx(float(expected[0, chosen[0][0]]), abs=1e-5)
     assert list(first.top_ids) == expected[0].topk(3).indices.tolist()
     assert first.top == pytest.approx(expected[0].topk(3).values.tolist(), abs=1e-5)
-    assert third.top == () and third.chosen == pytest.approx(float(expected[2, chosen[2][0]]), abs=1e-5)
+    assert third.top == () and third.chosen == pytest.approx(
+        float(expected[2, chosen[2][0]]), abs=1e-5
+    )
 
 
 @given(st.integers(0, 2**32), st.integers(1, 4), st.sampled_from([2, 16, 1 << 10, 1 << 20]))
-def test_the_floor_found_by_buckets_is_the_one_found_by_sorting(seed: int, rows: int, steps: int) -> None:
+def test_the_floor_found_by_buckets_is_the_one_found_by_sorting(
+    seed: int, rows: int, steps: int
+) -> None:
     """Weights are dyadic, so that sums are exact in any order."""
     dice = np.random.default_rng(seed)
     weights = (dice.integers(0, steps + 1, (rows, 300)) / steps).astype(np.float32)
@@ -235,10 +269,19 @@ def test_the_floor_found_by_buckets_is_the_one_found_by_sorting(seed: int, rows:
     found = _share_floor(torch.from_numpy(weights), torch.from_numpy(shares).unsqueeze(1))
     for row, share, floor in zip(weights, shares, found.flatten().tolist(), strict=True):
         descending = np.sort(row)[::-1]
-        assert floor == descending[np.argmax(np.cumsum(descending, dtype=np.float64) >= share * row.sum(dtype=np.float64))]
+        assert (
+            floor
+            == descending[
+                np.argmax(
+                    np.cumsum(descending, dtype=np.float64) >= share * row.sum(dtype=np.float64)
+                )
+            ]
+        )
 
 
 @pytest.mark.parametrize("temperature", [1e-300, 1e-30, 1e-6])
 def test_a_tiny_temperature_is_as_good_as_greedy(temperature: float) -> None:
     logits = np.linspace(-50, 50, VOCAB, dtype=np.float32)
-    assert sample([Case(logits, SamplingParams(temperature=temperature, seed=1, top_p=0.9), [1], [])]) == [VOCAB - 1]
+    assert sample(
+        [Case(logits, SamplingParams(temperature=temperature, seed=1, top_p=0.9), [1], [])]
+    ) == [VOCAB - 1]

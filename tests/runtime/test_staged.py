@@ -2,7 +2,15 @@
 
 import pytest
 
-from forebay.core.messages import Cancel, FetchProgress, FromWorker, PageKey, StagedReturn, StagedTaken, StagedTicket
+from forebay.core.messages import (
+    Cancel,
+    FetchProgress,
+    FromWorker,
+    PageKey,
+    StagedReturn,
+    StagedTaken,
+    StagedTicket,
+)
 from forebay.core.spans import SpanKind
 from forebay.observe.events import SpanRing
 from forebay.runtime.staged import StagedRoute
@@ -43,7 +51,9 @@ def test_the_last_stage_answers_once_its_reads_are_done() -> None:
 
 @pytest.mark.parametrize("order", [StagedReturn(1, 7, 0), Cancel(1, 7)])
 @pytest.mark.parametrize("read_first", [False, True])
-def test_other_stages_answer_when_those_behind_have_or_nobody_wants_it(order: StagedReturn | Cancel, read_first: bool) -> None:
+def test_other_stages_answer_when_those_behind_have_or_nobody_wants_it(
+    order: StagedReturn | Cancel, read_first: bool
+) -> None:
     rank = Rank(is_last=False)
     rank.route.take(TICKET)
     words = [lambda: rank.route.read(7, 2, 4), lambda: rank.route.take(order)]

@@ -28,10 +28,15 @@ def test_the_store_is_cleared_once_nothing_is_on_its_way_to_it() -> None:
 def test_what_keeps_it_from_being_done_in_time_is_said() -> None:
     flushes = StoreFlushes()
     flushes.arrived(ALL, 0.0)
-    assert flushes.settled([FlushDone(1, 0, ("2 running requests",))]) == [FlushDone(1, 0, ("2 running requests",))]
+    assert flushes.settled([FlushDone(1, 0, ("2 running requests",))]) == [
+        FlushDone(1, 0, ("2 running requests",))
+    ]
     flushes.arrived(ALL, 0.0)
     flushes.settled([FlushDone(1, 2)])
-    assert flushes.due(5.0, writing=True) == ([], [FlushDone(1, 2, ("pages on their way to the store",))])
+    assert flushes.due(5.0, writing=True) == (
+        [],
+        [FlushDone(1, 2, ("pages on their way to the store",))],
+    )
     flushes.arrived(ALL, 0.0)
     flushes.settled([FlushDone(1, 2)])
     flushes.due(1.0, writing=False)

@@ -18,10 +18,15 @@ def test_a_ticket_lasts_until_the_last_rank_has_said_its_final_word() -> None:
     telemetry.tickets.began(Effects(queries=[Query(1, (b"hash",))]), 1.0)
     telemetry.tickets.ended([QueryDone(1, 1)], 1.25)
     telemetry.tickets.began(Effects(orders=[Ticket(1, 9, PAGES)]), 2.0)
-    telemetry.tickets.ended([FetchProgress(1, 0, 9, 1, True), FetchProgress(1, 1, 9, 0, False)], 3.0)
+    telemetry.tickets.ended(
+        [FetchProgress(1, 0, 9, 1, True), FetchProgress(1, 1, 9, 0, False)], 3.0
+    )
     assert timings(telemetry).keys() == {"query"}
     telemetry.tickets.ended([FetchProgress(1, 1, 9, 1, True)], 4.5)
-    assert {phase: timing.total_s for phase, timing in timings(telemetry).items()} == {"query": 0.25, "fetch": 2.5}
+    assert {phase: timing.total_s for phase, timing in timings(telemetry).items()} == {
+        "query": 0.25,
+        "fetch": 2.5,
+    }
 
 
 def test_on_the_staged_route_it_lasts_from_the_first_stage_told_to_its_answer() -> None:

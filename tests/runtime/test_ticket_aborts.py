@@ -46,7 +46,9 @@ class Scene:
         self.served.llm._host._loop.call_soon_threadsafe(generation.close)
 
     def obeyed(self, what: str, times: int = 1) -> None:
-        until(lambda: len(self.served.obeyed(what)) - self._obeyed[what] >= times, f"{times} x {what}")
+        until(
+            lambda: len(self.served.obeyed(what)) - self._obeyed[what] >= times, f"{times} x {what}"
+        )
 
     def tickets(self, outcome: str) -> int:
         return self.served.snapshot.tickets.get(outcome, 0) - self._tickets.get(outcome, 0)
@@ -56,7 +58,10 @@ class Scene:
 
     def stands(self, running: int, waiting: int) -> None:
         until(
-            lambda: (self.served.snapshot.running, self.served.snapshot.waiting) == (running, waiting), f"{running} run, {waiting} wait"
+            lambda: (
+                (self.served.snapshot.running, self.served.snapshot.waiting) == (running, waiting)
+            ),
+            f"{running} run, {waiting} wait",
         )
 
     def take_the_slot(self) -> Generation:
@@ -91,7 +96,11 @@ class Case:
 
 
 def unread(scene: Scene, stack: ExitStack) -> tuple[list[Generation], list[Generation]]:
-    children = [child for child in psutil.Process().children() if "planner_process" in " ".join(command_line(child))]
+    children = [
+        child
+        for child in psutil.Process().children()
+        if "planner_process" in " ".join(command_line(child))
+    ]
     planner = oldest_first(children)[-1]
     planner.send_signal(signal.SIGSTOP)
     try:
@@ -216,7 +225,11 @@ def retracted(scene: Scene, stack: ExitStack) -> tuple[list[Generation], list[Ge
     both = [scene.send(prompt) for prompt in scene.misses]
     scene.obeyed("hold_once_retracted")
     scene.stands(1, 1)
-    gone = [generation for generation in both if f"{generation.work.request_id}-0" in scene.served.retracted]
+    gone = [
+        generation
+        for generation in both
+        if f"{generation.work.request_id}-0" in scene.served.retracted
+    ]
     assert len(gone) == 1
     return gone, [generation for generation in both if generation not in gone]
 
@@ -241,15 +254,43 @@ TABLE = [
     Case("prefilling", "the last stage", running("hold_plan", rank=1, is_hit=False)),
     Case("decoding", "the first stage", running("hold_decode", rank=0)),
     Case("decoding", "the last stage", running("hold_decode", rank=1)),
-    Case("being saved", "the first stage's copies", running("hold_backup", "hold_decode", rank=0, is_hit=False)),
-    Case("being saved", "the last stage's copies", running("hold_backup", "hold_decode", rank=1, is_hit=False)),
-    Case("being stored", "the first stage's writes", running("hold_store", "hold_decode", rank=0, is_hit=False)),
-    Case("being stored", "the last stage's writes", running("hold_store", "hold_decode", rank=1, is_hit=False)),
+    Case(
+        "being saved",
+        "the first stage's copies",
+        running("hold_backup", "hold_decode", rank=0, is_hit=False),
+    ),
+    Case(
+        "being saved",
+        "the last stage's copies",
+        running("hold_backup", "hold_decode", rank=1, is_hit=False),
+    ),
+    Case(
+        "being stored",
+        "the first stage's writes",
+        running("hold_store", "hold_decode", rank=0, is_hit=False),
+    ),
+    Case(
+        "being stored",
+        "the last stage's writes",
+        running("hold_store", "hold_decode", rank=1, is_hit=False),
+    ),
     Case("asking", "the store", asking, planner={"QUERY_S": 60.0}),
-    Case("walking down the stages", "the first stage's forward", not_taken, leaves=(1, 0), settings=STAGED),
+    Case(
+        "walking down the stages",
+        "the first stage's forward",
+        not_taken,
+        leaves=(1, 0),
+        settings=STAGED,
+    ),
     Case("walking down the stages", "the first stage", fetching(0), settings=STAGED),
     Case("walking back", "the last stage", fetching(1), settings=STAGED),
-    Case("retracted", "the waiting queue", retracted, leaves=(1, 0), settings={"max_running": 2, "device_memory": "56KiB"}),
+    Case(
+        "retracted",
+        "the waiting queue",
+        retracted,
+        leaves=(1, 0),
+        settings={"max_running": 2, "device_memory": "56KiB"},
+    ),
 ]
 
 
@@ -277,7 +318,9 @@ class Stage:
 
 
 @pytest.fixture(scope="module")
-def stage_for(model: Path, plain: LLM, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Case, str], Stage]]:
+def stage_for(
+    model: Path, plain: LLM, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[[Case, str], Stage]]:
     """The server for a case; the table's order keeps equal ones together."""
     kept = ExitStack()
     wanted: Any = None
@@ -289,8 +332,14 @@ def stage_for(model: Path, plain: LLM, tmp_path_factory: pytest.TempPathFactory)
             kept.close()
             wanted = (case.settings, case.planner, variant)
             settings = {"pp": 2, "max_running": 1} | VARIANTS[variant] | case.settings
-            served = kept.enter_context(serving(model, plain, tmp_path_factory.mktemp("server"), settings, case.planner))
-            same = [other for other in TABLE if (other.settings, other.planner) == (case.settings, case.planner)]
+            served = kept.enter_context(
+                serving(model, plain, tmp_path_factory.mktemp("server"), settings, case.planner)
+            )
+            same = [
+                other
+                for other in TABLE
+                if (other.settings, other.planner) == (case.settings, case.planner)
+            ]
             hits = make_prompts(sum(other.hits for other in same), seed=31)
             served.prime(hits)
             stage = Stage(served, hits, iter(make_prompts(2 * len(same), seed=32)))
@@ -305,11 +354,17 @@ VARIANTS: dict[str, dict[str, Any]] = {"cache": {}, "staging": {"host_mode": "st
 
 @pytest.mark.parametrize("variant", ["cache", pytest.param("staging", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("case", TABLE, ids=lambda case: case.name)
-def test_an_abort_leaves_nothing(case: Case, variant: str, stage_for: Callable[[Case, str], Stage]) -> None:
+def test_an_abort_leaves_nothing(
+    case: Case, variant: str, stage_for: Callable[[Case, str], Stage]
+) -> None:
     stage = stage_for(case, variant)
     served = stage.served
     restarts = served.snapshot.worker_restarts
-    scene = Scene(served, [stage.hits.pop() for _ in range(case.hits)], [next(stage.misses), next(stage.misses)])
+    scene = Scene(
+        served,
+        [stage.hits.pop() for _ in range(case.hits)],
+        [next(stage.misses), next(stage.misses)],
+    )
     with ExitStack() as held:
         held.callback(served.order)
         victims, others = case.reach(scene, held)

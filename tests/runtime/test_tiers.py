@@ -14,7 +14,13 @@ from tests.frontend.tiny_text import CONTEXT, write_random_weights, write_text_m
 
 PAGE = 16
 GREEDY = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
-COMMON = {"dtype": "float32", "page_size": PAGE, "threads_per_rank": 1, "fetch_threshold": PAGE, "chunk_size": 64}
+COMMON = {
+    "dtype": "float32",
+    "page_size": PAGE,
+    "threads_per_rank": 1,
+    "fetch_threshold": PAGE,
+    "chunk_size": 64,
+}
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +37,8 @@ def prompts(count: int, seed: int) -> list[list[int]]:
     randomness = random.Random(seed)
     stems = [[randomness.randrange(5, 60) for _ in range(CONTEXT // 2)] for _ in range(3)]
     found = [
-        randomness.choice(stems)[: randomness.choice([PAGE, 3 * PAGE, CONTEXT // 2])] + [randomness.randrange(5, 60) for _ in range(3)]
+        randomness.choice(stems)[: randomness.choice([PAGE, 3 * PAGE, CONTEXT // 2])]
+        + [randomness.randrange(5, 60) for _ in range(3)]
         for _ in range(count)
     ]
     return sorted(found, key=len, reverse=True)
@@ -58,20 +65,33 @@ def plain(model: Path) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("policy", ["write-through", "write-through-selective", "write-back"])
-def test_text_is_the_same_when_prefixes_go_to_host_memory_and_back(model: Path, plain: list[list[int]], policy: str) -> None:
-    outputs = run(model, prompts(12, seed=1), pp=2, device_memory="80KiB", host_memory="1MiB", write_policy=policy)
+def test_text_is_the_same_when_prefixes_go_to_host_memory_and_back(
+    model: Path, plain: list[list[int]], policy: str
+) -> None:
+    outputs = run(
+        model,
+        prompts(12, seed=1),
+        pp=2,
+        device_memory="80KiB",
+        host_memory="1MiB",
+        write_policy=policy,
+    )
     assert text(outputs) == plain
     on_device_alone = run(model, prompts(12, seed=1), pp=2, device_memory="80KiB", host_memory=1)
     assert policy == "write-through-selective" or cached(outputs) > cached(on_device_alone)
 
 
-def test_a_restarted_server_is_warm_from_the_store(model: Path, plain: list[list[int]], tmp_path: Path) -> None:
+def test_a_restarted_server_is_warm_from_the_store(
+    model: Path, plain: list[list[int]], tmp_path: Path
+) -> None:
     work = prompts(12, seed=1)
     url = f"file:{tmp_path / 'pages'}"
     first = run(model, work, pp=2, store=url)
     again = run(model, work, pp=2, store=url, fetch_policy="wait")
     assert text(first) == text(again) == plain
-    assert again[0].num_cached_tokens == len(work[0]) // PAGE * PAGE, "every full page of it was stored"
+    assert again[0].num_cached_tokens == len(work[0]) // PAGE * PAGE, (
+        "every full page of it was stored"
+    )
     assert cached(again) > cached(first)
 
 
@@ -80,26 +100,40 @@ def test_with_staging_host_pages_the_store_is_all_that_is_below_the_device(
     model: Path, plain: list[list[int]], tmp_path: Path, route: str
 ) -> None:
     work = prompts(12, seed=1)
-    settings = {"pp": 2, "store": f"file:{tmp_path / 'pages'}", "host_mode": "staging", "fetch_route": route, "fetch_policy": "wait"}
+    settings = {
+        "pp": 2,
+        "store": f"file:{tmp_path / 'pages'}",
+        "host_mode": "staging",
+        "fetch_route": route,
+        "fetch_policy": "wait",
+    }
     first = run(model, work, **settings)
     again = run(model, work, device_memory="80KiB", **settings)
     assert text(first) == text(again) == plain
-    assert again[0].num_cached_tokens == len(work[0]) // PAGE * PAGE, "every full page of it was stored"
+    assert again[0].num_cached_tokens == len(work[0]) // PAGE * PAGE, (
+        "every full page of it was stored"
+    )
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-def test_the_staged_route_brings_the_same_pages_stage_by_stage(model: Path, plain: list[list[int]], tmp_path: Path, tp: int) -> None:
+def test_the_staged_route_brings_the_same_pages_stage_by_stage(
+    model: Path, plain: list[list[int]], tmp_path: Path, tp: int
+) -> None:
     work = prompts(12, seed=1)
     url = f"file:{tmp_path / 'pages'}"
     first = run(model, work, pp=2, tp=tp, store=url, fetch_route="off")
     again = run(model, work, pp=2, tp=tp, store=url, fetch_route="staged", fetch_policy="wait")
     assert text(first) == text(again) == plain
-    assert again[0].num_cached_tokens == len(work[0]) // PAGE * PAGE, "every full page of it was stored"
+    assert again[0].num_cached_tokens == len(work[0]) // PAGE * PAGE, (
+        "every full page of it was stored"
+    )
     assert cached(again) > cached(first)
 
 
 @pytest.mark.parametrize("kv_dtype", ["float16", "int8", "fp8_e4m3"])
-def test_quantised_pages_come_back_from_every_tier_as_they_were(model: Path, tmp_path: Path, kv_dtype: str) -> None:
+def test_quantised_pages_come_back_from_every_tier_as_they_were(
+    model: Path, tmp_path: Path, kv_dtype: str
+) -> None:
     """Codes and scales: text that was computed on pages from host memory or the store equals text that never left the device."""
     work = prompts(12, seed=1)
     settings = {"pp": 2, "kv_dtype": kv_dtype}
@@ -124,16 +158,26 @@ def test_copies_and_reads_take_a_bounded_share_of_the_cores(model: Path, tmp_pat
             for _ in range(2):
                 llm.generate(work, GREEDY)
             children = psutil.Process().children(recursive=True)
-            return [child.num_threads() for child in children if "forebay.runtime.worker" in " ".join(child.cmdline())]
+            return [
+                child.num_threads()
+                for child in children
+                if "forebay.runtime.worker" in " ".join(child.cmdline())
+            ]
 
     bare = threads(host_memory=1)
     store = f"file:{tmp_path / 'pages'}"
     full = threads(device_memory="160KiB", host_memory="160KiB", store=store, fetch_policy="wait")
     assert len(bare) == len(full) == 2
-    assert [more - less for more, less in zip(full, bare, strict=True) if more - less > TICKETS_AT_ONCE + 1 + directory.THREADS] == []
+    assert [
+        more - less
+        for more, less in zip(full, bare, strict=True)
+        if more - less > TICKETS_AT_ONCE + 1 + directory.THREADS
+    ] == []
 
 
-def test_damaged_files_cost_recomputing_and_nothing_else(model: Path, plain: list[list[int]], tmp_path: Path) -> None:
+def test_damaged_files_cost_recomputing_and_nothing_else(
+    model: Path, plain: list[list[int]], tmp_path: Path
+) -> None:
     work = prompts(12, seed=1)
     url = f"file:{tmp_path / 'pages'}"
     run(model, work, store=url)

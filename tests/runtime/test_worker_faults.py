@@ -13,7 +13,14 @@ import pytest
 
 from forebay.core.messages import Fault
 from forebay.core.spans import SpanKind
-from tests.runtime.scripted_planner import DEADLINE_S, PAGES, START_DEADLINE_S, ScriptedPlanner, Work, WorkerFault
+from tests.runtime.scripted_planner import (
+    DEADLINE_S,
+    PAGES,
+    START_DEADLINE_S,
+    ScriptedPlanner,
+    Work,
+    WorkerFault,
+)
 
 # A rank that waits for a dead neighbour hears of it from the kernel, not by a time-out.
 NEIGHBOUR_S = 10.0
@@ -82,15 +89,21 @@ def test_a_rank_whose_previous_stage_is_killed_ends_and_beats_until_then(tiny_mo
         planner.run(Work(request, 3))
         os.kill(planner.processes[0].pid, signal.SIGSTOP)
         number = planner.plan(Work(request, 1))
-        while [beat for beat in planner.heartbeats if beat.rank == 1 and beat.applied == number][1:] == []:
-            planner.receive(time.monotonic() + DEADLINE_S)  # it waits for hidden states and still says that it lives
+        while [beat for beat in planner.heartbeats if beat.rank == 1 and beat.applied == number][
+            1:
+        ] == []:
+            planner.receive(
+                time.monotonic() + DEADLINE_S
+            )  # it waits for hidden states and still says that it lives
         planner.processes[0].kill()
         killed_at = time.monotonic()
         check_fault(planner, 1, "the previous stage, rank 0, cannot be reached")
         assert time.monotonic() - killed_at < NEIGHBOUR_S
 
 
-def test_a_rank_whose_next_stage_is_killed_ends_when_it_has_something_to_send(tiny_model: Path) -> None:
+def test_a_rank_whose_next_stage_is_killed_ends_when_it_has_something_to_send(
+    tiny_model: Path,
+) -> None:
     with ScriptedPlanner(tiny_model, pp=2).start() as planner:
         request = planner.request(0, list(range(40)))
         planner.run(Work(request, 4))
@@ -101,7 +114,9 @@ def test_a_rank_whose_next_stage_is_killed_ends_when_it_has_something_to_send(ti
         check_fault(planner, 0, "the next stage, rank 1, cannot be reached")
 
 
-def test_a_rank_whose_tensor_parallel_peer_is_killed_ends(tiny_model: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_rank_whose_tensor_parallel_peer_is_killed_ends(
+    tiny_model: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     with ScriptedPlanner(tiny_model, tp=2).start() as planner:
         request = planner.request(0, [1, 2, 3])
         planner.processes[1].kill()
@@ -114,13 +129,19 @@ def test_a_rank_whose_tensor_parallel_peer_is_killed_ends(tiny_model: Path, capf
 @pytest.mark.parametrize(
     ("boot", "pages", "says"),
     [
-        ({"device_memory": 100}, PAGES, ["device memory of 100 bytes holds no page of", "--device-memory"]),
+        (
+            {"device_memory": 100},
+            PAGES,
+            ["device memory of 100 bytes holds no page of", "--device-memory"],
+        ),
         ({}, 1 << 40, ["no memory for 1099511627776 pages", "--device-memory"]),
         ({"model_path": "/nowhere"}, PAGES, ["/nowhere"]),
         ({"dtype": "int3"}, PAGES, ["dtype int3 is not supported", "float32"]),
     ],
 )
-def test_what_cannot_start_says_why_in_one_line(tiny_model: Path, boot: dict[str, object], pages: int, says: list[str]) -> None:
+def test_what_cannot_start_says_why_in_one_line(
+    tiny_model: Path, boot: dict[str, object], pages: int, says: list[str]
+) -> None:
     with ScriptedPlanner(tiny_model, **boot) as planner:
         with pytest.raises(WorkerFault) as caught:
             planner.start(pages)
@@ -131,7 +152,9 @@ def test_what_cannot_start_says_why_in_one_line(tiny_model: Path, boot: dict[str
 
 
 @pytest.mark.parametrize("number", [None, signal.SIGKILL])
-def test_a_rank_leaves_its_spans_however_it_ends(tiny_model: Path, number: signal.Signals | None) -> None:
+def test_a_rank_leaves_its_spans_however_it_ends(
+    tiny_model: Path, number: signal.Signals | None
+) -> None:
     with ScriptedPlanner(tiny_model, pp=2).start() as planner:
         request = planner.request(0, [1, 2, 3])
         planner.run(Work(request, 3))
@@ -141,7 +164,12 @@ def test_a_rank_leaves_its_spans_however_it_ends(tiny_model: Path, number: signa
             planner.processes[1].wait()
     spans = list(planner.rings.rings["rank 1"])
     assert {span.pid for span in spans} == {planner.processes[1].pid}
-    assert [(span.id, span.part) for span in spans if span.kind == SpanKind.FORWARD] == [(0, 1), (1, 1), (2, 1), (3, 1)]
+    assert [(span.id, span.part) for span in spans if span.kind == SpanKind.FORWARD] == [
+        (0, 1),
+        (1, 1),
+        (2, 1),
+        (3, 1),
+    ]
     kinds = [span.kind for span in spans if span.id == 3]
     assert kinds == [SpanKind.APPLY, SpanKind.RECEIVE, SpanKind.FORWARD, SpanKind.SAMPLE]
 
@@ -155,7 +183,9 @@ def test_it_ends_when_the_planner_closes_its_sockets(tiny_model: Path) -> None:
 def test_it_ends_with_its_parent(tiny_model: Path) -> None:
     command = [sys.executable, "-c", ORPHANS, str(tiny_model)]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment) as parent:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
+    ) as parent:
         assert parent.stdout is not None
         pids = [int(word) for word in parent.stdout.readline().split()]
         assert len(pids) == 2
@@ -168,7 +198,9 @@ def test_it_ends_with_its_parent_while_it_imports(tmp_path: Path) -> None:
     repository = str(Path(__file__).parents[2])
     command = [sys.executable, "-c", ORPHAN_THAT_IMPORTS, str(tmp_path), repository]
     environment = {**os.environ, "PYTHONPATH": repository}
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment) as parent:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
+    ) as parent:
         assert parent.stdout is not None
         pid = int(parent.stdout.readline())
         parent.kill()

@@ -24,5 +24,11 @@ ALLOWED_MIB = 200  # 140 at 256 kernels; without a bound it is 390 here and goes
 
 def test_kernels_for_every_number_of_rows_do_not_fill_the_memory() -> None:
     path = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    done = subprocess.run([sys.executable, "-c", ROWS], env=worker_environment(1) | path, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", ROWS],
+        env=worker_environment(1) | path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert int(done.stdout) <= ALLOWED_MIB

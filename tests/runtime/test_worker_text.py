@@ -21,7 +21,9 @@ def prompt(seed: int, length: int) -> list[int]:
 
 def check(model: Path, *requests: Request) -> None:
     for request in requests:
-        assert request.output == tiny_llama.greedy(model, request.tokens[: request.prompt_tokens], len(request.output))
+        assert request.output == tiny_llama.greedy(
+            model, request.tokens[: request.prompt_tokens], len(request.output)
+        )
 
 
 def story(planner: ScriptedPlanner, model: Path) -> None:
@@ -61,7 +63,9 @@ def test_text_equals_the_references(grids: Grids, tiny_model: Path, pp: int, tp:
 def test_a_sampled_text_goes_on_the_same_after_a_crash(grids: Grids) -> None:
     """Prompt and emitted tokens run again, as after a restart: the tokens that follow are those that would have (rule R3)."""
     planner = grids(2, 1)
-    params = SamplingParams(temperature=1.0, top_p=0.9, seed=12, repetition_penalty=1.2, frequency_penalty=0.4)
+    params = SamplingParams(
+        temperature=1.0, top_p=0.9, seed=12, repetition_penalty=1.2, frequency_penalty=0.4
+    )
     whole = planner.request(0, prompt(5, 10), params)
     planner.run(Work(whole, 10))
     planner.decode(8, whole)
@@ -75,9 +79,13 @@ def test_a_sampled_text_goes_on_the_same_after_a_crash(grids: Grids) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("tp", "dtype"), [(3, "float32"), (4, "bfloat16")])
-def test_tensor_parallel_ranks_compute_the_same_again_after_a_crash(tmp_path: Path, tp: int, dtype: str) -> None:
+def test_tensor_parallel_ranks_compute_the_same_again_after_a_crash(
+    tmp_path: Path, tp: int, dtype: str
+) -> None:
     """To the bit: decoded alone, then prompt and emitted tokens together, cut elsewhere and beside another request (rule R3)."""
-    model = tiny_llama.make(tmp_path, hidden_size=32 * tp, num_attention_heads=2 * tp, num_key_value_heads=tp)
+    model = tiny_llama.make(
+        tmp_path, hidden_size=32 * tp, num_attention_heads=2 * tp, num_key_value_heads=tp
+    )
     params = SamplingParams(temperature=1.0, seed=12, logprobs=3)
     with ScriptedPlanner(model, 1, tp, dtype=dtype).start() as planner:
         whole = planner.request(0, prompt(5, 10), params)
@@ -87,7 +95,10 @@ def test_tensor_parallel_ranks_compute_the_same_again_after_a_crash(tmp_path: Pa
         again = planner.request(2, whole.tokens[:18], params)
         again.prompt_tokens = 10
         planner.run(Work(other, 1), Work(again, 7))
-        after = [planner.run(Work(other, 1), Work(again, count))[1].logprobs for count in (11, 1, 1, 1, 1)]
+        after = [
+            planner.run(Work(other, 1), Work(again, count))[1].logprobs
+            for count in (11, 1, 1, 1, 1)
+        ]
         assert again.tokens == whole.tokens
         assert after == alone[8:]
 
@@ -98,7 +109,11 @@ def test_logprobs_come_with_the_tokens(grids: Grids, tiny_model: Path) -> None:
     (sample,) = planner.run(Work(request, 6))
     expected = tiny_llama.logits(tiny_model, prompt(7, 6))[-1].log_softmax(-1)
     assert sample.logprobs is not None
-    assert sample.logprobs.chosen == sample.logprobs.top[0] == pytest.approx(float(expected.max()), abs=1e-4)
+    assert (
+        sample.logprobs.chosen
+        == sample.logprobs.top[0]
+        == pytest.approx(float(expected.max()), abs=1e-4)
+    )
     assert sample.logprobs.top_ids == tuple(expected.topk(2).indices.tolist())
 
 

@@ -79,7 +79,10 @@ def _gguf_shapes(config: Any) -> list[tuple[str, tuple[int, ...]]]:
         "attn_norm": (hidden,), "ffn_norm": (hidden,), "attn_q": (hidden, hidden), "attn_k": (kv, hidden), "attn_v": (kv, hidden),
         "attn_output": (hidden, hidden), "ffn_gate": (inner, hidden), "ffn_up": (inner, hidden), "ffn_down": (hidden, inner),
     }  # fmt: skip
-    found: list[tuple[str, tuple[int, ...]]] = [("token_embd.weight", (VOCAB_SIZE, hidden)), ("output_norm.weight", (hidden,))]
+    found: list[tuple[str, tuple[int, ...]]] = [
+        ("token_embd.weight", (VOCAB_SIZE, hidden)),
+        ("output_norm.weight", (hidden,)),
+    ]
     for index in range(config.num_hidden_layers):
         found += [(f"blk.{index}.{name}.weight", shape) for name, shape in layer.items()]
     return found
@@ -94,7 +97,8 @@ def _reference(path: Path) -> Any:
 
     model = transformers.LlamaForCausalLM(gguf_config()).to(torch.float32).eval()
     missing, unexpected = model.load_state_dict(
-        load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=model)["tensors"], strict=False
+        load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=model)["tensors"],
+        strict=False,
     )
     assert missing == ["lm_head.weight"] and not unexpected, (missing, unexpected)
     model.tie_weights()

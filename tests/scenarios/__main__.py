@@ -8,7 +8,11 @@ from tests.scenarios.stages import new_stage
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.scenarios", description=__doc__)
-    parser.add_argument("--rewrite", action="store_true", help="write the effects anew; read the difference before you commit it")
+    parser.add_argument(
+        "--rewrite",
+        action="store_true",
+        help="write the effects anew; read the difference before you commit it",
+    )
     wanted = parser.parse_args().rewrite
     changed = 0
     for path in scripts():

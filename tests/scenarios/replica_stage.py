@@ -94,23 +94,39 @@ class ReplicaStage:
         params = SamplingParams(max_tokens=int(named.get("max", "2")), seed=0)
         prompt = pack_tokens(tokens_of(tokens))
         salt = named.get("salt", "").encode()
-        return self._step(Submit(request_id, prompt, params, (0,), salt, "no_store" in plain, int(named.get("priority", "0"))))
+        return self._step(
+            Submit(
+                request_id,
+                prompt,
+                params,
+                (0,),
+                salt,
+                "no_store" in plain,
+                int(named.get("priority", "0")),
+            )
+        )
 
     def _do_abort(self, plain: list[str], named: dict[str, str]) -> list[str]:
         return self._step(Abort(plain[0]))
 
     def _do_done(self, plain: list[str], named: dict[str, str]) -> list[str]:
         plan = self._plans[int(plain[0])]
-        return self._each_rank(named, lambda rank: self._plan_done(plan, rank, int(named.get("token", TOKEN))))
+        return self._each_rank(
+            named, lambda rank: self._plan_done(plan, rank, int(named.get("token", TOKEN)))
+        )
 
     def _do_saved(self, plain: list[str], named: dict[str, str]) -> list[str]:
         transfer = int(plain[0])
         pages = int(named.get("pages", self._backups.get(transfer, 0)))
-        return self._each_rank(named, lambda rank: TransferDone(self.planner.epoch, rank, transfer, pages))
+        return self._each_rank(
+            named, lambda rank: TransferDone(self.planner.epoch, rank, transfer, pages)
+        )
 
     def _do_fetched(self, plain: list[str], named: dict[str, str]) -> list[str]:
         transfer, pages, final = int(plain[0]), int(named["pages"]), "final" in plain
-        return self._each_rank(named, lambda rank: FetchProgress(self.planner.epoch, rank, transfer, pages, final))
+        return self._each_rank(
+            named, lambda rank: FetchProgress(self.planner.epoch, rank, transfer, pages, final)
+        )
 
     def _do_stored(self, plain: list[str], named: dict[str, str]) -> list[str]:
         transfer = int(plain[0])
@@ -118,7 +134,9 @@ class ReplicaStage:
         self._store_acks[transfer] += 1 if "rank" in named else self.planner.config.ranks
         if self._store_acks[transfer] == self.planner.config.ranks:
             del self._stores[transfer]
-        return self._each_rank(named, lambda rank: StoreDone(self.planner.epoch, rank, transfer, bytes(map(int, bits))))
+        return self._each_rank(
+            named, lambda rank: StoreDone(self.planner.epoch, rank, transfer, bytes(map(int, bits)))
+        )
 
     def _do_found(self, plain: list[str], named: dict[str, str]) -> list[str]:
         return self._step(QueryDone(int(plain[0]), int(named["pages"])))
@@ -128,7 +146,9 @@ class ReplicaStage:
 
     def _do_ready(self, plain: list[str], named: dict[str, str]) -> list[str]:
         pages = int(named.get("pages", self._pages[0]))
-        return self._step(GridReady(self.planner.epoch, pages, 0.001, int(named.get("host", self._pages[1]))))
+        return self._step(
+            GridReady(self.planner.epoch, pages, 0.001, int(named.get("host", self._pages[1])))
+        )
 
     def _do_beat(self, plain: list[str], named: dict[str, str]) -> list[str]:
         return self._each_rank(named, lambda rank: Heartbeat(self.planner.epoch, rank, 0))
@@ -139,7 +159,9 @@ class ReplicaStage:
 
     def _do_flush(self, plain: list[str], named: dict[str, str]) -> list[str]:
         self._flushes += 1
-        return self._step(Flush(self._flushes, tuple(plain[0].split(",")), float(named.get("timeout", "0"))))
+        return self._step(
+            Flush(self._flushes, tuple(plain[0].split(",")), float(named.get("timeout", "0")))
+        )
 
     def _do_run(self, plain: list[str], named: dict[str, str]) -> list[str]:
         """All that is in flight goes well, plans first."""
@@ -163,9 +185,17 @@ class ReplicaStage:
                 f"cached prefix pages: {len(cache.tree)}"
             )
         lines += [f"{request.request_id} is running" for request in replica.running]
-        lines += [f"{request.request_id} is waiting: {request.phase.value}" for request in replica.waiting]
-        lines += [f"tickets {why}: {count}" for why, count in sorted(replica.tickets.outcomes.items())]
-        lines += [f"pages unused, {why}: {count}" for why, count in sorted(replica.ledger.unused.items()) if count]
+        lines += [
+            f"{request.request_id} is waiting: {request.phase.value}" for request in replica.waiting
+        ]
+        lines += [
+            f"tickets {why}: {count}" for why, count in sorted(replica.tickets.outcomes.items())
+        ]
+        lines += [
+            f"pages unused, {why}: {count}"
+            for why, count in sorted(replica.ledger.unused.items())
+            if count
+        ]
         return lines
 
     # ------------------------------------------------------------------------------------------ the planner
@@ -197,7 +227,11 @@ class ReplicaStage:
         replica = self.planner.replica
         flying = {record.number for record in replica.in_flight}
         self._running = [plan for plan in self._running if plan.number in flying]
-        self._backups = {number: pages for number, pages in self._backups.items() if number in replica.backups.in_flight}
+        self._backups = {
+            number: pages
+            for number, pages in self._backups.items()
+            if number in replica.backups.in_flight
+        }
 
     # ------------------------------------------------------------------------------------------ what came of it
 
@@ -211,17 +245,24 @@ class ReplicaStage:
         for order in effects.orders:
             match order:
                 case Ticket():
-                    lines.append(f"ticket {order.transfer} to every rank: into host pages {listed(key.host for key in order.pages)}")
+                    lines.append(
+                        f"ticket {order.transfer} to every rank: into host pages {listed(key.host for key in order.pages)}"
+                    )
                 case Store():
                     self._stores[order.transfer] = order
-                    lines.append(f"store {order.transfer}: host pages {listed(key.host for key in order.pages)}")
+                    lines.append(
+                        f"store {order.transfer}: host pages {listed(key.host for key in order.pages)}"
+                    )
                 case Cancel():
                     lines.append(f"cancel {order.transfer}")
         lines += [f"query {query.number}: {len(query.hashes)} pages" for query in effects.queries]
         lines += [_told_output(output) for output in effects.outputs]
         lines += self._told_retracted()
         for done in effects.flushed:
-            lines.append(f"flushed {done.freed_pages} pages" + "".join(f"; busy: {busy}" for busy in done.busy))
+            lines.append(
+                f"flushed {done.freed_pages} pages"
+                + "".join(f"; busy: {busy}" for busy in done.busy)
+            )
         return lines
 
     def _told_retracted(self) -> list[str]:
@@ -240,12 +281,19 @@ class ReplicaStage:
         for piece in plan.pieces:
             stop = piece.start + len(unpack_tokens(piece.tokens))
             more = f", table gains {listed(piece.pages)}" if piece.pages else ""
-            lines.append(f"  {names[piece.slot]}: positions {piece.start} to {stop - 1}{more}{', samples' * piece.sample}")
+            lines.append(
+                f"  {names[piece.slot]}: positions {piece.start} to {stop - 1}{more}{', samples' * piece.sample}"
+            )
         if plan.loads:
-            lines.append("  load " + ", ".join(f"host {copy.host} to device {copy.device}" for copy in plan.loads))
+            lines.append(
+                "  load "
+                + ", ".join(f"host {copy.host} to device {copy.device}" for copy in plan.loads)
+            )
         if plan.backup is not None:
             self._backups[plan.backup.transfer] = len(plan.backup.copies)
-            copies = ", ".join(f"device {copy.device} to host {copy.host}" for copy in plan.backup.copies)
+            copies = ", ".join(
+                f"device {copy.device} to host {copy.host}" for copy in plan.backup.copies
+            )
             lines.append(f"  then backup {plan.backup.transfer}: {copies}")
         return lines
 
@@ -256,7 +304,9 @@ def _told_output(output: Output) -> str:
         parts.append(f"token {listed(output.tokens)}")
     if output.usage is not None:
         usage = output.usage
-        parts.append(f"cached: device {usage.cached_device}, host {usage.cached_host}, store {usage.cached_store}")
+        parts.append(
+            f"cached: device {usage.cached_device}, host {usage.cached_host}, store {usage.cached_store}"
+        )
     if output.finish is not None:
         parts.append(f"ends: {output.finish}" + (f" ({output.message})" if output.message else ""))
     return f"{output.request_id}: " + "; ".join(parts)

@@ -26,7 +26,15 @@ from forebay.sim.store_holder import SimSegment
 from forebay.store.backend import Status
 from forebay.store.holder.memory import Entry, Memory
 from forebay.store.master.invariants import check
-from forebay.store.master.machine import Connected, Disconnected, Event, FromClient, FromHolder, Master, Ticked
+from forebay.store.master.machine import (
+    Connected,
+    Disconnected,
+    Event,
+    FromClient,
+    FromHolder,
+    Master,
+    Ticked,
+)
 from forebay.store.master.puts import room_token
 from forebay.store.master.records import Close, MasterConfig, Send
 from forebay.store.throttle import PrefetchThrottle, State
@@ -119,7 +127,9 @@ class Hand:
 
     @property
     def highest(self) -> int:
-        return max([place[2] for place in self.log] + [entry.stamp for entry in self.memory], default=0)
+        return max(
+            [place[2] for place in self.log] + [entry.stamp for entry in self.memory], default=0
+        )
 
 
 class StoreStage:
@@ -138,7 +148,9 @@ class StoreStage:
         plain, named = options(words[1:])
         if words[0] == "store":
             return self._begin(named)
-        command: Callable[[list[str], dict[str, str]], list[str]] | None = getattr(self, f"_do_{words[0]}", None)
+        command: Callable[[list[str], dict[str, str]], list[str]] | None = getattr(
+            self, f"_do_{words[0]}", None
+        )
         if command is None or self._master is None:
             raise ScriptError(f"there is no command {words[0]!r}, or no store yet")
         return command(plain, named)
@@ -149,16 +161,34 @@ class StoreStage:
         return self._master
 
     def _begin(self, named: dict[str, str]) -> list[str]:
-        quotas = {tenant: int(places) * PLACE_BYTES for tenant, _, places in [named.pop("quota", "").partition(":")] if tenant}
-        given = {name: value == "yes" if name in SWITCHES else NUMBERS.get(name, float)(value) for name, value in named.items()}
-        self._config = MasterConfig(**({"quotas": quotas, "settle_s": 0.0, "high_watermark": 1.0, "low_watermark": 1.0} | given))  # type: ignore[arg-type]
+        quotas = {
+            tenant: int(places) * PLACE_BYTES
+            for tenant, _, places in [named.pop("quota", "").partition(":")]
+            if tenant
+        }
+        given = {
+            name: value == "yes" if name in SWITCHES else NUMBERS.get(name, float)(value)
+            for name, value in named.items()
+        }
+        self._config = MasterConfig(
+            **(
+                {"quotas": quotas, "settle_s": 0.0, "high_watermark": 1.0, "low_watermark": 1.0}
+                | given
+            )
+        )  # type: ignore[arg-type]
         return self._do_restart([], {})
 
     # ------------------------------------------------------------------------------------------ who is there
 
     def _do_restart(self, plain: list[str], named: dict[str, str]) -> list[str]:
         self._epoch += 1
-        self._master = Master(self._config, self._now, epoch=self._epoch, first_generation=100 * self._epoch - 99, secret=b"s")
+        self._master = Master(
+            self._config,
+            self._now,
+            epoch=self._epoch,
+            first_generation=100 * self._epoch - 99,
+            secret=b"s",
+        )
         for one in [*self._clients.values(), *self._hands.values()]:
             one.session = 0
         return []
@@ -172,19 +202,35 @@ class StoreStage:
     def _do_holder(self, plain: list[str], named: dict[str, str]) -> list[str]:
         hand = self._hands.get(plain[0])
         if hand is None:
-            hand = self._hands[plain[0]] = Hand(plain[0], int(named.get("dram", "4")), named.get("ssd") == "yes")
+            hand = self._hands[plain[0]] = Hand(
+                plain[0], int(named.get("dram", "4")), named.get("ssd") == "yes"
+            )
         hand.session = self._session()
         lines = self._step(Connected(hand.session, "@holder"))
         size = hand.segment.capacity
         lines += self._hear_from(
-            hand, Register(hand.name, str(hand.instance), "h", 1, "", "m", size, hand.ssd << 30, hand.highest, hand.peers)
+            hand,
+            Register(
+                hand.name,
+                str(hand.instance),
+                "h",
+                1,
+                "",
+                "m",
+                size,
+                hand.ssd << 30,
+                hand.highest,
+                hand.peers,
+            ),
         )
         return lines if "registers" in plain else lines + self._do_inventory([hand.name], {})
 
     def _do_inventory(self, plain: list[str], named: dict[str, str]) -> list[str]:
         hand = self._hands[plain[0]]
         memory = [
-            HeldMemory(one.tenant, one.key, one.generation, one.length, one.offset, one.stamp, one.buried)
+            HeldMemory(
+                one.tenant, one.key, one.generation, one.length, one.offset, one.stamp, one.buried
+            )
             for one in hand.memory
             if one.live
         ]
@@ -223,7 +269,9 @@ class StoreStage:
         return self._beat(hand)
 
     def _beat(self, hand: Hand) -> list[str]:
-        return self._hear_from(hand, Beat(0, "ok" if hand.disk_ok else "failing", hand.ssd and hand.disk_ok))
+        return self._hear_from(
+            hand, Beat(0, "ok" if hand.disk_ok else "failing", hand.ssd and hand.disk_ok)
+        )
 
     # ------------------------------------------------------------------------------------------ clients
 
@@ -239,13 +287,30 @@ class StoreStage:
         value = content(key, size)
         for room in grant.rooms:
             hand = self._numbered(room.holder)
-            wanted = room_token(hand.token_key, client.tenant, key.encode(), grant.generation, room.offset, size)
+            wanted = room_token(
+                hand.token_key, client.tenant, key.encode(), grant.generation, room.offset, size
+            )
             if room.token != wanted:
                 lines.append(f"{hand.name} refuses {key}: the room was given before it registered")
                 continue
-            entry = next((one for one in hand.memory.of(client.tenant, key.encode()) if one.generation == grant.generation), None)
+            entry = next(
+                (
+                    one
+                    for one in hand.memory.of(client.tenant, key.encode())
+                    if one.generation == grant.generation
+                ),
+                None,
+            )
             if entry is None:
-                entry = Entry(client.tenant, key.encode(), grant.generation, grant.generation, room.offset, size, crc=0)
+                entry = Entry(
+                    client.tenant,
+                    key.encode(),
+                    grant.generation,
+                    grant.generation,
+                    room.offset,
+                    size,
+                    crc=0,
+                )
                 if not hand.memory.begin(entry):
                     lines.append(f"{hand.name} refuses {key}: something newer is there")
                     continue
@@ -258,8 +323,14 @@ class StoreStage:
     def _do_end(self, plain: list[str], named: dict[str, str]) -> list[str]:
         client, keys = self._clients[plain[0]], plain[1:]
         generations = [client.grants[key].generation for key in keys]
-        at = tuple(self._hands[name].number for name in named["at"].split(",")) if "at" in named else ()
-        return self._ask(client, keys, lambda call: PutEnd(call, _raw(keys), generations, [at] * len(keys)))
+        at = (
+            tuple(self._hands[name].number for name in named["at"].split(","))
+            if "at" in named
+            else ()
+        )
+        return self._ask(
+            client, keys, lambda call: PutEnd(call, _raw(keys), generations, [at] * len(keys))
+        )
 
     def _do_revoke(self, plain: list[str], named: dict[str, str]) -> list[str]:
         client, keys = self._clients[plain[0]], plain[1:]
@@ -267,36 +338,55 @@ class StoreStage:
         return self._ask(client, keys, lambda call: PutRevoke(call, _raw(keys), generations))
 
     def _do_remove(self, plain: list[str], named: dict[str, str]) -> list[str]:
-        return self._ask(self._clients[plain[0]], plain[1:], lambda call: Remove(call, _raw(plain[1:])))
+        return self._ask(
+            self._clients[plain[0]], plain[1:], lambda call: Remove(call, _raw(plain[1:]))
+        )
 
     def _do_exists(self, plain: list[str], named: dict[str, str]) -> list[str]:
-        return self._ask(self._clients[plain[0]], plain[1:], lambda call: Exists(call, _raw(plain[1:])))
+        return self._ask(
+            self._clients[plain[0]], plain[1:], lambda call: Exists(call, _raw(plain[1:]))
+        )
 
     def _do_match(self, plain: list[str], named: dict[str, str]) -> list[str]:
-        return self._ask(self._clients[plain[0]], plain[1:], lambda call: MatchPrefix(call, _raw(plain[1:]), []))
+        return self._ask(
+            self._clients[plain[0]], plain[1:], lambda call: MatchPrefix(call, _raw(plain[1:]), [])
+        )
 
     def _do_query(self, plain: list[str], named: dict[str, str]) -> list[str]:
-        return self._ask(self._clients[plain[0]], plain[1:], lambda call: Query(call, _raw(plain[1:])))
+        return self._ask(
+            self._clients[plain[0]], plain[1:], lambda call: Query(call, _raw(plain[1:]))
+        )
 
     def _do_get(self, plain: list[str], named: dict[str, str]) -> list[str]:
-        return self._ask(self._clients[plain[0]], plain[1:], lambda call: Get(call, _raw(plain[1:])))
+        return self._ask(
+            self._clients[plain[0]], plain[1:], lambda call: Get(call, _raw(plain[1:]))
+        )
 
     def _do_copy(self, plain: list[str], named: dict[str, str]) -> list[str]:
         """The first half; nothing if the header says at once that it is something else."""
         client, key = self._clients[plain[0]], plain[1]
         client.copying[key] = self._half(client, key, 0)
-        return [] if client.copying[key] is not None else [f"{client.name}: {key} is not there any more"]
+        return (
+            []
+            if client.copying[key] is not None
+            else [f"{client.name}: {key} is not there any more"]
+        )
 
     def _do_copied(self, plain: list[str], named: dict[str, str]) -> list[str]:
         client, key = self._clients[plain[0]], plain[1]
         first, still_there = client.copying.pop(key), self._header_good(client, key)
         in_time = self._now <= client.leased_until
         if first is None or not (in_time or still_there):
-            return [f"{client.name}: what was copied of {key} does not count: the lease is over, and something else is there"]
+            return [
+                f"{client.name}: what was copied of {key} does not count: the lease is over, and something else is there"
+            ]
         size = client.places[key].length
         second = self._half(client, key, 1)
         assert first + (second or b"") == content(key, size), f"{key}: wrong bytes"
-        return [f"{client.name}: {key} is good" + ("" if in_time else ", though the lease is over: it is still there")]
+        return [
+            f"{client.name}: {key} is good"
+            + ("" if in_time else ", though the lease is over: it is still there")
+        ]
 
     def _half(self, client: Client, key: str, half: int) -> bytes | None:
         if not self._header_good(client, key):
@@ -320,7 +410,9 @@ class StoreStage:
         if entry is None:
             raise ScriptError(f"{plain[1]} is not in the memory of {hand.name}")
         hand.log[entry.tenant, key, entry.generation] = entry.length
-        return self._hear_from(hand, Persisted([HeldSsd(entry.tenant, key, entry.generation, entry.length)]))
+        return self._hear_from(
+            hand, Persisted([HeldSsd(entry.tenant, key, entry.generation, entry.length)])
+        )
 
     def _do_dropped(self, plain: list[str], named: dict[str, str]) -> list[str]:
         hand, key = self._hands[plain[0]], plain[1].encode()
@@ -335,7 +427,11 @@ class StoreStage:
                 if grave.behalf:
                     hand.kept.append(grave)
                     continue
-                for place in [place for place in hand.log if place[:2] == (grave.tenant, grave.key) and _covers(grave, place[2])]:
+                for place in [
+                    place
+                    for place in hand.log
+                    if place[:2] == (grave.tenant, grave.key) and _covers(grave, place[2])
+                ]:
                     del hand.log[place]
             lines += self._hear_from(hand, Buried(bury.op))
         return lines
@@ -345,10 +441,15 @@ class StoreStage:
         here = [key for key in _raw(plain[1:]) if any(place[1] == key for place in hand.log)]
         admitted = hand.throttle.admit(here, self._now)
         if not admitted:
-            return [f"{hand.name} does nothing: " + ("not on its SSD" if not here else "lately done, or memory was short")]
+            return [
+                f"{hand.name} does nothing: "
+                + ("not on its SSD" if not here else "lately done, or memory was short")
+            ]
         self._call += 1
         self._calls[self._call] = [key.decode() for key in admitted]
-        return self._hear_from(hand, RegisterPrefetch(self._call, named.get("tenant", "default"), admitted, 5.0))
+        return self._hear_from(
+            hand, RegisterPrefetch(self._call, named.get("tenant", "default"), admitted, 5.0)
+        )
 
     def _do_room(self, plain: list[str], named: dict[str, str]) -> list[str]:
         hand, keys = self._hands[plain[0]], plain[1:]
@@ -360,7 +461,15 @@ class StoreStage:
         hand, key = self._hands[plain[0]], plain[1]
         spot, good = hand.rooms.pop(key, None), "failed" not in plain
         if good and spot is not None:
-            entry = Entry("default", key.encode(), spot.generation, spot.stamp, spot.offset, spot.length, crc=0)
+            entry = Entry(
+                "default",
+                key.encode(),
+                spot.generation,
+                spot.stamp,
+                spot.offset,
+                spot.length,
+                crc=0,
+            )
             good = hand.memory.begin(entry)
             hand.segment.write(spot.offset, 0, content(key, spot.length))
             hand.memory.publish(entry)
@@ -376,7 +485,9 @@ class StoreStage:
     def _numbered(self, number: int) -> Hand:
         return next(hand for hand in self._hands.values() if hand.number == number)
 
-    def _ask(self, client: Client, keys: list[str], make: Callable[[int], ClientToMaster]) -> list[str]:
+    def _ask(
+        self, client: Client, keys: list[str], make: Callable[[int], ClientToMaster]
+    ) -> list[str]:
         self._call += 1
         self._calls[self._call] = keys
         return self._step(FromClient(client.session, make(self._call)))
@@ -390,11 +501,17 @@ class StoreStage:
         check(self.master.state)
         lines: list[str] = []
         for effect in effects:
-            client = next((one for one in self._clients.values() if one.session == effect.session), None)
-            hand = next((one for one in self._hands.values() if one.session == effect.session), None)
+            client = next(
+                (one for one in self._clients.values() if one.session == effect.session), None
+            )
+            hand = next(
+                (one for one in self._hands.values() if one.session == effect.session), None
+            )
             if isinstance(effect, Close):
                 one = client or hand
-                lines.append(f"{one.name if one else 'the older connection'} is cut off: {effect.reason}")
+                lines.append(
+                    f"{one.name if one else 'the older connection'} is cut off: {effect.reason}"
+                )
                 if one:
                     one.session = 0
                 lines += self._step(Disconnected(effect.session))
@@ -413,12 +530,16 @@ class StoreStage:
             case Granted(_, grants):
                 for key, grant in zip(keys, grants, strict=True):
                     client.grants[key] = grant
-                told = [self._told_grant(key, grant) for key, grant in zip(keys, grants, strict=True)]
+                told = [
+                    self._told_grant(key, grant) for key, grant in zip(keys, grants, strict=True)
+                ]
             case Located(_, lease_s, places):
                 for key, place in zip(keys, places, strict=True):
                     client.places[key] = place
                 client.leased_until = self._now + lease_s
-                told = [self._told_place(key, place) for key, place in zip(keys, places, strict=True)]
+                told = [
+                    self._told_place(key, place) for key, place in zip(keys, places, strict=True)
+                ]
             case Codes(_, codes):
                 told = [f"{key} {Status(code).name}" for key, code in zip(keys, codes, strict=True)]
             case Count(_, count):
@@ -432,7 +553,10 @@ class StoreStage:
             return f"{key} again later"
         if grant.code != Status.OK:
             return f"{key} {Status(grant.code).name}"
-        rooms = listed(f"{self._numbered(room.holder).name}@{room.offset // PLACE_BYTES}" for room in grant.rooms)
+        rooms = listed(
+            f"{self._numbered(room.holder).name}@{room.offset // PLACE_BYTES}"
+            for room in grant.rooms
+        )
         return f"{key} may go to {rooms} as generation {grant.generation}"
 
     def _told_place(self, key: str, place: Place) -> str:
@@ -457,7 +581,9 @@ class StoreStage:
             case Retire(ranges):
                 for offset, stamp in ranges:
                     hand.memory.retire(offset, stamp)
-                return [f"{hand.name} frees {listed(offset // PLACE_BYTES for offset, _ in ranges)}"]
+                return [
+                    f"{hand.name} frees {listed(offset // PLACE_BYTES for offset, _ in ranges)}"
+                ]
             case Bury(_, graves):
                 hand.burying.append(message)
                 for grave in () if any(grave.behalf for grave in graves) else graves:
@@ -478,13 +604,23 @@ class StoreStage:
 
     def _told_prefetch(self, hand: Hand, answer: Prefetchable) -> list[str]:
         lines = []
-        for key, code, task in zip(self._calls[answer.call], answer.codes, answer.tasks, strict=True):
+        for key, code, task in zip(
+            self._calls[answer.call], answer.codes, answer.tasks, strict=True
+        ):
             good = code == PrefetchCode.OK
-            state = State.ALREADY_RESIDENT if code == PrefetchCode.PROMOTION_ALREADY_EXISTS else State.FAILED
+            state = (
+                State.ALREADY_RESIDENT
+                if code == PrefetchCode.PROMOTION_ALREADY_EXISTS
+                else State.FAILED
+            )
             hand.throttle.move([key.encode()], State.IN_FLIGHT if good else state, self._now)
             if good:
                 hand.tasks[key] = task
-            lines.append(f"{hand.name} may prefetch {key}" if good else f"{hand.name}: {key} {PrefetchCode(code).name}")
+            lines.append(
+                f"{hand.name} may prefetch {key}"
+                if good
+                else f"{hand.name}: {key} {PrefetchCode(code).name}"
+            )
         return lines
 
     def _told_rooms(self, hand: Hand, answer: Allocated) -> list[str]:
@@ -506,7 +642,10 @@ class StoreStage:
         for name, tenant in state.tenants.items():
             for key, found in tenant.objects.items():
                 lease = ", leased" if found.memory and found.lease_until > self._now else ""
-                at = [f"{one.holder.register.name}@{one.offset // PLACE_BYTES}" for one in found.memory]
+                at = [
+                    f"{one.holder.register.name}@{one.offset // PLACE_BYTES}"
+                    for one in found.memory
+                ]
                 at += [f"{copy.holder.register.name}'s SSD" for copy in found.ssd]
                 away = "" if found.readable() else ", which is away"
                 owner = f" of {name}" if name != "default" else ""
@@ -533,5 +672,7 @@ def _covers(grave: Grave, generation: int) -> bool:
 
 
 def _told_grave(grave: Grave) -> str:
-    what = f"generation {grave.generation}" if grave.exact else f"up to generation {grave.generation}"
+    what = (
+        f"generation {grave.generation}" if grave.exact else f"up to generation {grave.generation}"
+    )
     return f"{grave.key.decode()} ({what}{f', kept for {grave.behalf}' if grave.behalf else ''})"

@@ -25,7 +25,11 @@ REPORTS = {
 def rows() -> dict[str, str]:
     """Report -> what holds it."""
     lines = (ROOT / "docs/FIELD_REPORTS.md").read_text().splitlines()
-    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| ")]
+    cells = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in lines
+        if line.startswith("| ")
+    ]
     return {cell[0]: cell[2] for cell in cells if cell[0] != "report"}
 
 
@@ -42,13 +46,17 @@ def names(path: Path) -> frozenset[str]:
 
 
 def test_every_report_has_a_row() -> None:
-    assert list(rows()) == [f"{section}{number}" for section, numbers in REPORTS.items() for number in numbers]
+    assert list(rows()) == [
+        f"{section}{number}" for section, numbers in REPORTS.items() for number in numbers
+    ]
 
 
 @pytest.mark.parametrize("report", rows())
 def test_what_holds_it_exists(report: str) -> None:
     references = re.findall(r"`(tests/[^`]+)`", rows()[report])
-    assert references or rows()[report].startswith("not here: "), "a scenario, a test, or the reason why there is nothing to hold to"
+    assert references or rows()[report].startswith("not here: "), (
+        "a scenario, a test, or the reason why there is nothing to hold to"
+    )
     for reference in references:
         path, _, name = reference.partition("::")
         assert (ROOT / path).is_file(), f"{path} is not there"
@@ -60,4 +68,6 @@ def test_it_is_a_scenario_or_the_property_that_prevents_it_is_named(report: str)
     held = rows()[report]
     words = re.sub(r"`[^`]*`|[^a-z ]", "", held).split()
     said = len(words) >= 4 or re.search(r"\bas [A-Z]\d+", held)
-    assert "`tests/scenarios/" in held or said, "say in words why it cannot happen, or write it as a scenario"
+    assert "`tests/scenarios/" in held or said, (
+        "say in words why it cannot happen, or write it as a scenario"
+    )

@@ -9,7 +9,15 @@ import pytest
 from forebay.core import admission, building, planner, request, tickets
 from forebay.core.digest import PlanDigest
 from forebay.core.ledger import FetchLedger
-from forebay.core.messages import Copy, FinishReason, GridState, PlanDone, Store, StoreDone, TransferDone
+from forebay.core.messages import (
+    Copy,
+    FinishReason,
+    GridState,
+    PlanDone,
+    Store,
+    StoreDone,
+    TransferDone,
+)
 from forebay.core.page_cache import PageCache
 from forebay.core.pages import Owner
 from forebay.core.replica import InFlight, Replica
@@ -29,7 +37,13 @@ def free_at_token_return(patch: pytest.MonkeyPatch) -> None:
     """Pages are freed when the request ends, not when its last plan has retired (R5)."""
     release = PageCache.release
 
-    def now(self: PageCache, path: Sequence[Node], pages: Sequence[int], after_plan: int, loaded: Sequence[Node] = ()) -> None:
+    def now(
+        self: PageCache,
+        path: Sequence[Node],
+        pages: Sequence[int],
+        after_plan: int,
+        loaded: Sequence[Node] = (),
+    ) -> None:
         release(self, path, pages, after_plan if loaded else min(after_plan, self.retired), loaded)
 
     patch.setattr(PageCache, "release", now)
@@ -37,7 +51,9 @@ def free_at_token_return(patch: pytest.MonkeyPatch) -> None:
 
 def believe_a_failed_backup(patch: pytest.MonkeyPatch) -> None:
     end = PageCache.end_backup
-    patch.setattr(PageCache, "end_backup", lambda self, node, page, saved: end(self, node, page, True))
+    patch.setattr(
+        PageCache, "end_backup", lambda self, node, page, saved: end(self, node, page, True)
+    )
 
 
 def believe_the_first_rank_that_has_saved(patch: pytest.MonkeyPatch) -> None:
@@ -103,7 +119,10 @@ def match_one_page_too_many(patch: pytest.MonkeyPatch) -> None:
 
     def hopeful(replica: Replica, request: Request) -> int | None:
         reserved = reserve(replica, request)
-        if reserved is not None and request.computed + replica.config.page_size < request.length - 1:
+        if (
+            reserved is not None
+            and request.computed + replica.config.page_size < request.length - 1
+        ):
             request.computed += replica.config.page_size
         return reserved
 
@@ -140,7 +159,9 @@ def forget_the_remap(patch: pytest.MonkeyPatch) -> None:
 def leak_on_abort(patch: pytest.MonkeyPatch) -> None:
     finish = planner.Planner._finish
 
-    def leaky(self: planner.Planner, request: Request, reason: FinishReason, message: str = "") -> None:
+    def leaky(
+        self: planner.Planner, request: Request, reason: FinishReason, message: str = ""
+    ) -> None:
         if reason is FinishReason.ABORT and request.table:
             request.table.pop()
         finish(self, request, reason, message)
@@ -153,7 +174,11 @@ def one_token_beyond_the_limit(patch: pytest.MonkeyPatch) -> None:
 
     def generous(self: Request, token: int, max_context: int) -> FinishReason | None:
         reason = accept(self, token, max_context)
-        return None if reason is FinishReason.LENGTH and self.emitted == self.params.max_tokens else reason
+        return (
+            None
+            if reason is FinishReason.LENGTH and self.emitted == self.params.max_tokens
+            else reason
+        )
 
     patch.setattr(request.Request, "accept", generous)
 
@@ -181,7 +206,14 @@ def believe_plans_of_the_old_epoch(patch: pytest.MonkeyPatch) -> None:
         lose(self)
         self._old = cache  # type: ignore[attr-defined]
 
-    def restore(self: Replica, epoch: int, device_pages: int, host_pages: int, s_per_token: float, now: float) -> None:
+    def restore(
+        self: Replica,
+        epoch: int,
+        device_pages: int,
+        host_pages: int,
+        s_per_token: float,
+        now: float,
+    ) -> None:
         start(self, epoch, device_pages, host_pages, s_per_token, now)
         old = getattr(self, "_old", None)
         if old is not None and old.device.capacity == device_pages:
@@ -233,7 +265,9 @@ def forget_a_waiting_request_when_its_ticket_ends(patch: pytest.MonkeyPatch) -> 
     """Nothing wakes a request whose ticket came short."""
     wake = TicketDesk._wake
 
-    def sleepy(self: TicketDesk, flight: _Flight, cache: PageCache, now: float, ask_again: bool) -> None:
+    def sleepy(
+        self: TicketDesk, flight: _Flight, cache: PageCache, now: float, ask_again: bool
+    ) -> None:
         if flight.safe == len(flight.pages):
             wake(self, flight, cache, now, ask_again)
 
@@ -242,19 +276,31 @@ def forget_a_waiting_request_when_its_ticket_ends(patch: pytest.MonkeyPatch) -> 
 
 def believe_a_failed_store(patch: pytest.MonkeyPatch) -> None:
     settle = StoreQueue._settle
-    patch.setattr(StoreQueue, "_settle", lambda self, cache, node, stored: settle(self, cache, node, True))
+    patch.setattr(
+        StoreQueue, "_settle", lambda self, cache, node, stored: settle(self, cache, node, True)
+    )
 
 
 def trust_what_exist_said(patch: pytest.MonkeyPatch) -> None:
     """What a ticket has brought is not counted: exist had said that it is all there (field report P16)."""
-    patch.setattr(_Flight, "safe", property(lambda self: min(self.progress) if self.running else len(self.pages)))
+    patch.setattr(
+        _Flight,
+        "safe",
+        property(lambda self: min(self.progress) if self.running else len(self.pages)),
+    )
 
 
 def believe_words_of_another_epoch(patch: pytest.MonkeyPatch) -> None:
     take = planner.Planner._take
 
     def credulous(self: planner.Planner, now: float, event: planner.Event) -> None:
-        take(self, now, msgspec.structs.replace(event, epoch=self.epoch) if isinstance(event, PlanDone) else event)
+        take(
+            self,
+            now,
+            msgspec.structs.replace(event, epoch=self.epoch)
+            if isinstance(event, PlanDone)
+            else event,
+        )
 
     patch.setattr(planner.Planner, "_take", credulous)
 
@@ -307,15 +353,27 @@ def give_no_reason_for_what_did_not_come(patch: pytest.MonkeyPatch) -> None:
 
 def give_no_reason_for_what_a_lost_grid_had(patch: pytest.MonkeyPatch) -> None:
     leave = FetchLedger.leave
-    patch.setattr(FetchLedger, "leave", lambda self, why, pages: leave(self, why, 0 if why == "grid_lost" else pages))
+    patch.setattr(
+        FetchLedger,
+        "leave",
+        lambda self, why, pages: leave(self, why, 0 if why == "grid_lost" else pages),
+    )
 
 
 def call_what_is_evicted_unused_no_page(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(FetchLedger, "lose", lambda self, why, pages=1: setattr(self, "brought", self.brought - pages))
+    patch.setattr(
+        FetchLedger,
+        "lose",
+        lambda self, why, pages=1: setattr(self, "brought", self.brought - pages),
+    )
 
 
 def count_a_refusal_that_is_asked_for_anew(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(TicketDesk, "_retry", lambda self, request, refusal, cache, now: self.ask(request, cache, now))
+    patch.setattr(
+        TicketDesk,
+        "_retry",
+        lambda self, request, refusal, cache, now: self.ask(request, cache, now),
+    )
 
 
 def take_another_keys_page_for_ours(patch: pytest.MonkeyPatch) -> None:
@@ -368,4 +426,6 @@ def test_a_planted_bug_is_found(plant: Patch, monkeypatch: pytest.MonkeyPatch) -
     plant(monkeypatch)
     with pytest.raises(CampaignError) as caught:
         run_campaign(0, SEEDS)
-    assert isinstance(caught.value.__cause__, AssertionError), "found by a check, not by a canary that no longer fits the code"
+    assert isinstance(caught.value.__cause__, AssertionError), (
+        "found by a check, not by a canary that no longer fits the code"
+    )

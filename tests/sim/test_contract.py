@@ -42,7 +42,14 @@ from forebay.sim.grid import Acknowledgement, FakeGrid, Reports, Timing
 from forebay.sim.heap import EventHeap
 from forebay.sim.model import stamps
 from forebay.sim.rank import Truth
-from tests.runtime.scripted_planner import DEADLINE_S, EPOCH, PAGE_SIZE, PAGES, START_DEADLINE_S, ScriptedPlanner
+from tests.runtime.scripted_planner import (
+    DEADLINE_S,
+    EPOCH,
+    PAGE_SIZE,
+    PAGES,
+    START_DEADLINE_S,
+    ScriptedPlanner,
+)
 from tests.runtime.tiny_llama import make
 
 HOST_PAGES = 32
@@ -61,7 +68,9 @@ class RealGrid:
     """Two processes of a tiny model over a directory as store."""
 
     def __init__(self, model: Path, store: Path) -> None:
-        self._ranks = ScriptedPlanner(model, pp=2, host_memory=HOST_BYTES, store_url=f"file:{store}")
+        self._ranks = ScriptedPlanner(
+            model, pp=2, host_memory=HOST_BYTES, store_url=f"file:{store}"
+        )
 
     def start(self) -> None:
         self._ranks.spawn()
@@ -122,9 +131,15 @@ class SimulatedGrid:
         self._heap = EventHeap()
         self._said: list[Acknowledgement] = []
         randomness = random.Random(0)
-        shape, pages, timing = (2, 1), (PAGES, HOST_PAGES, PAGE_SIZE), Timing(0.01, 0.02, 0.001, 0.002, fetch_high=0.01)
+        shape, pages, timing = (
+            (2, 1),
+            (PAGES, HOST_PAGES, PAGE_SIZE),
+            Timing(0.01, 0.02, 0.001, 0.002, fetch_high=0.01),
+        )
         store, reports = FakeStore(randomness), Reports(self._said.append, lambda poison: None)
-        self._grid = FakeGrid(self._heap, randomness, timing, shape, pages, EPOCH, Told(texts), store, reports)
+        self._grid = FakeGrid(
+            self._heap, randomness, timing, shape, pages, EPOCH, Told(texts), store, reports
+        )
 
     def send(self, plan: Plan) -> None:
         self._grid.send(plan)
@@ -176,7 +191,13 @@ class Driver:
                 number = message.number if isinstance(message, PlanDone) else message.transfer  # type: ignore[union-attr]
                 self._owed.remove((type(message), message.rank, number))
                 heard.append(message)
-            heard.sort(key=lambda message: (type(message).__name__, getattr(message, "number", 0), message.rank))
+            heard.sort(
+                key=lambda message: (
+                    type(message).__name__,
+                    getattr(message, "number", 0),
+                    message.rank,
+                )
+            )
             self.trace += [_plain(message) for message in heard]
             self.step(*heard)
 
@@ -187,7 +208,9 @@ class Driver:
         effects = self.planner.step(0.0, events)
         while True:
             self._carry_out(effects)
-            answers = [QueryDone(query.number, self._found(query.hashes)) for query in effects.queries]
+            answers = [
+                QueryDone(query.number, self._found(query.hashes)) for query in effects.queries
+            ]
             if effects.plan is None and not answers:
                 return
             effects = self.planner.step(0.0, answers)
@@ -209,7 +232,14 @@ class Driver:
             if not isinstance(order, Cancel):
                 self._owe(StoreDone if isinstance(order, Store) else FetchProgress, order.transfer)
         for output in effects.outputs:
-            self.trace.append((output.request_id, output.tokens, output.finish, output.usage and output.usage.cached_store))
+            self.trace.append(
+                (
+                    output.request_id,
+                    output.tokens,
+                    output.finish,
+                    output.usage and output.usage.cached_store,
+                )
+            )
             self.texts[output.request_id] += output.tokens
 
     def _owe(self, what: type, number: int) -> None:
@@ -217,10 +247,14 @@ class Driver:
 
     def _note_stored(self, done: StoreDone) -> None:
         pages = self._storing[done.transfer].pages
-        self._stored |= {page.hash for page, stored in zip(pages, done.stored, strict=True) if stored}
+        self._stored |= {
+            page.hash for page, stored in zip(pages, done.stored, strict=True) if stored
+        }
 
     def _found(self, hashes: tuple[bytes, ...]) -> int:
-        return next((index for index, hash in enumerate(hashes) if hash not in self._stored), len(hashes))
+        return next(
+            (index for index, hash in enumerate(hashes) if hash not in self._stored), len(hashes)
+        )
 
 
 def _plain(message: Acknowledgement) -> tuple[object, ...]:
@@ -279,5 +313,11 @@ def test_a_real_grid_and_the_simulated_one_do_the_same(real: Driver) -> None:
 def test_the_script_goes_through_every_tier(real: Driver) -> None:
     plans = [entry for entry in real.trace if isinstance(entry, Plan)]
     assert any(plan.loads for plan in plans) and any(plan.backup for plan in plans)
-    assert any(isinstance(entry, Ticket) for entry in real.trace) and any(isinstance(entry, Store) for entry in real.trace)
-    assert any(entry[0] == "store" and entry[3] for entry in real.trace if isinstance(entry, tuple) and entry[0] in real.texts)
+    assert any(isinstance(entry, Ticket) for entry in real.trace) and any(
+        isinstance(entry, Store) for entry in real.trace
+    )
+    assert any(
+        entry[0] == "store" and entry[3]
+        for entry in real.trace
+        if isinstance(entry, tuple) and entry[0] in real.texts
+    )

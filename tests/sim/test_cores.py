@@ -17,7 +17,12 @@ def ends(cores: Cores, heap: EventHeap, jobs: list[tuple[float, float]]) -> list
     """When jobs (begin, seconds of work) end."""
     found = [0.0] * len(jobs)
     for index, (at, work_s) in enumerate(jobs):
-        heap.at(at, lambda index=index, work_s=work_s: cores.run(work_s, lambda: found.__setitem__(index, heap.now)))  # type: ignore[misc]
+        heap.at(
+            at,
+            lambda index=index, work_s=work_s: cores.run(
+                work_s, lambda: found.__setitem__(index, heap.now)
+            ),
+        )  # type: ignore[misc]
     while len(heap):
         heap.run_next()
     return found
@@ -53,7 +58,9 @@ def test_stages_that_share_a_core_take_turns() -> None:
     load = Load("miss", 2048, 1, 8, 4)
     means = []
     for cores in ("4", "2", "1"):
-        served = run_load(small_cluster(STILL | {"forward.cores": cores}), load, FetchRoute.TICKET, 0).served()
+        served = run_load(
+            small_cluster(STILL | {"forward.cores": cores}), load, FetchRoute.TICKET, 0
+        ).served()
         means.append(sum(row.ttft_s for row in served) / len(served))
     assert means[0] < means[1] < means[2]
     forward_s = 4 * (2048 * 50e-6 + 4 * 4e-3)  # of the four requests that are in flight

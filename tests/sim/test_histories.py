@@ -26,7 +26,13 @@ def test_a_campaign_meets_what_it_is_for() -> None:
     """Cells of single faults take thousands of histories; `forebay simulate --fuzz` says which it has not met."""
     campaign = run_campaign(0, 150)
     rare = {f"{row} x {column}" for row, column in ENGINE.cells}
-    rare |= {"ticket aborted", "ticket timeout", "ticket joined", "ticket no_host_pages", "unused anchor_lost"}
+    rare |= {
+        "ticket aborted",
+        "ticket timeout",
+        "ticket joined",
+        "ticket no_host_pages",
+        "unused anchor_lost",
+    }
     assert not set(campaign.never) - rare
 
 
@@ -65,7 +71,13 @@ def test_one_seed_is_one_history_whatever_pythonhashseed_is() -> None:
         "h = History(4); h.run(); print(h.report, h.planner.replica.digest)"
     )
     runs = {
-        subprocess.run([sys.executable, "-c", script], env={"PYTHONHASHSEED": seed}, capture_output=True, text=True, check=True).stdout
+        subprocess.run(
+            [sys.executable, "-c", script],
+            env={"PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
         for seed in ("0", "1", "2")
     }
     assert len(runs) == 1
@@ -79,7 +91,10 @@ def test_histories_are_not_empty() -> None:
 
 
 def test_presets_draw_what_they_say() -> None:
-    drawn = {preset: [draw_faults(random.Random(seed), preset, 1.0) for seed in range(200)] for preset in Preset}
+    drawn = {
+        preset: [draw_faults(random.Random(seed), preset, 1.0) for seed in range(200)]
+        for preset in Preset
+    }
     assert [] in drawn[Preset.LITE] and max(map(len, drawn[Preset.LITE])) == 1
     assert all(len({fault.kind for fault in faults}) == 1 for faults in drawn[Preset.ONE_FAULT])
     assert {fault.kind for faults in drawn[Preset.STORM] for fault in faults} == set(FaultKind)

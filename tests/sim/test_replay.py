@@ -28,7 +28,9 @@ def replay(options: Options, turned: Mapping[str, str] | None = None, count: int
     return run
 
 
-def document(options: Options, turned: Mapping[str, str] | None = None, count: int = COUNT) -> dict[str, object]:
+def document(
+    options: Options, turned: Mapping[str, str] | None = None, count: int = COUNT
+) -> dict[str, object]:
     run = replay(options, turned, count)
     return outcome(Run(options.route, {}, run.cluster), run, 0.0)
 
@@ -42,7 +44,10 @@ def test_every_request_gets_its_tokens_and_nothing_is_left(route: FetchRoute) ->
     assert run.measures.output_tokens == sum(request.output_tokens for request in requests)
     assert len(run.measures.gaps_s) == run.measures.output_tokens - COUNT
     for row, request in zip(rows, requests, strict=True):
-        assert row.computed >= 1 and row.device + row.host + row.store + row.computed == request.input_tokens
+        assert (
+            row.computed >= 1
+            and row.device + row.host + row.store + row.computed == request.input_tokens
+        )
         assert row.ttft_s > 0 and row.first_at <= row.last_at
     replica = run.replicas[0].planner.replica
     assert not replica.requests and replica.tickets.is_idle and replica.cache is not None
@@ -61,7 +66,13 @@ def test_ranks_that_speak_for_themselves_change_nothing(route: FetchRoute) -> No
 def test_one_seed_is_one_run_whatever_pythonhashseed_is() -> None:
     script = "from tests.sim.test_replay import *; print(document(Options(seed=3), count=25))"
     runs = {
-        subprocess.run([sys.executable, "-c", script], env={"PYTHONHASHSEED": seed}, capture_output=True, text=True, check=True).stdout
+        subprocess.run(
+            [sys.executable, "-c", script],
+            env={"PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
         for seed in ("0", "1")
     }
     assert len(runs) == 1
@@ -94,7 +105,10 @@ def test_a_plan_retires_after_it_ran_and_at_most_pp_are_in_flight() -> None:
 
 def test_off_stores_and_never_fetches() -> None:
     run = replay(Options(route=FetchRoute.OFF))
-    assert sum(row.store for row in run.measures.rows) == 0 and run.store.read_from == {"dram": 0, "ssd": 0}
+    assert sum(row.store for row in run.measures.rows) == 0 and run.store.read_from == {
+        "dram": 0,
+        "ssd": 0,
+    }
     assert run.replicas[0].planner.snapshot().stored_pages > 0
 
 
@@ -116,16 +130,30 @@ def test_a_fetch_asks_for_more_at_once_while_that_comes_quickly(nic_gb_s: str, w
     cluster = small_cluster(dials)
     config = cluster.planner_config()
     prompt = TraceRequest(0.0, 40 * 64 + 1, 1, (1, 2, 3, 4, 5, 6)).prompt
-    stored = hash_chain(root_hash(config.fingerprint, config.kv_dtype, config.page_size), prompt(), config.page_size)
+    stored = hash_chain(
+        root_hash(config.fingerprint, config.kv_dtype, config.page_size), prompt(), config.page_size
+    )
     run = Replay(cluster, [Job(0.0, 40 * 64 + 1, 1, prompt)], Options(journal=True, stored=stored))
     run.run()
     assert run.measures.rows[0].store == 40 * 64
-    assert len([1 for _, word in run.measures.journal if isinstance(word, FetchProgress) and word.rank == 0]) == words
+    assert (
+        len(
+            [
+                1
+                for _, word in run.measures.journal
+                if isinstance(word, FetchProgress) and word.rank == 0
+            ]
+        )
+        == words
+    )
 
 
 def test_a_store_that_is_too_small_brings_less() -> None:
     tight = {"engine.device_memory": "4MiB", "engine.host_memory": "4MiB", "store.ssd": "0"}
-    hits = [sum(row.store for row in replay(Options(), tight | {"store.dram": size}).measures.rows) for size in ("2MiB", "64MiB")]
+    hits = [
+        sum(row.store for row in replay(Options(), tight | {"store.dram": size}).measures.rows)
+        for size in ("2MiB", "64MiB")
+    ]
     assert hits[0] < hits[1]
 
 
@@ -163,14 +191,24 @@ def test_a_stage_that_looks_less_often_is_later() -> None:
     means = []
     for look in (StagedLook.FORWARD, StagedLook.PLAN):
         cluster = small_cluster({"engine.chunk_size": "4096", "engine.staged_look": look.value})
-        means.append(mean_ttft(run_load(cluster, Load("miss", 2048, 1, 24, 4), FetchRoute.STAGED, 0)))
+        means.append(
+            mean_ttft(run_load(cluster, Load("miss", 2048, 1, 24, 4), FetchRoute.STAGED, 0))
+        )
     assert means[0] < means[1]
 
 
 def test_an_idle_cluster_takes_what_its_dials_say() -> None:
     """One request alone: its forwards on all stages, three hops, and the messages around them."""
-    still = {"forward.jitter": "0", "network.control_jitter": "0", "engine.chunk_size": "4096", "store.holders": "0"}
-    cluster = small_cluster(still | {"network.control_s": "0.001", "network.hop_s": "0.002", "network.frontend_s": "0.5"})
+    still = {
+        "forward.jitter": "0",
+        "network.control_jitter": "0",
+        "engine.chunk_size": "4096",
+        "store.holders": "0",
+    }
+    cluster = small_cluster(
+        still
+        | {"network.control_s": "0.001", "network.hop_s": "0.002", "network.frontend_s": "0.5"}
+    )
     (row,) = run_load(cluster, Load("miss", 2048, 1, 1, 1), FetchRoute.TICKET, 0).rows
     forward_s = 2048 * 50e-6 + 4e-3
     hidden_s = 3 * (0.002 + 2048 * 1024 / 10e9)

@@ -27,13 +27,25 @@ def test_store_histories(preset: Preset | None) -> None:
     met: Counter[str] = Counter()
     for seed in range(5000, 5050):
         met += run_store_history(seed, preset).met
-    wanted = {"put acknowledged", "put revoked", "removed", "got from memory", "got from SSD", "get missed", "put EXISTS", "stray"}
+    wanted = {
+        "put acknowledged",
+        "put revoked",
+        "removed",
+        "got from memory",
+        "got from SSD",
+        "get missed",
+        "put EXISTS",
+        "stray",
+    }
     wanted |= set(StoreFault) if preset is Preset.STORM else set()
     assert not wanted - set(met), "a kind of event never happened"
 
 
 def test_presets_draw_what_they_say() -> None:
-    drawn = {preset: [draw_store(random.Random(seed), preset).faults for seed in range(200)] for preset in Preset}
+    drawn = {
+        preset: [draw_store(random.Random(seed), preset).faults for seed in range(200)]
+        for preset in Preset
+    }
     assert () in drawn[Preset.LITE] and max(map(len, drawn[Preset.LITE])) == 1
     assert {kind for faults in drawn[Preset.LITE] for kind in faults} == set(HARMLESS)
     assert all(len(set(faults)) == 1 for faults in drawn[Preset.ONE_FAULT])
@@ -79,7 +91,9 @@ def test_one_seed_is_one_history() -> None:
 def lease_at_enqueue_instead_of_commit(patch: pytest.MonkeyPatch) -> None:
     create = promotion._create
 
-    def early(state: State, now: float, object: Object, holder: Holder, trigger: Trigger, hint_s: float) -> Task:
+    def early(
+        state: State, now: float, object: Object, holder: Holder, trigger: Trigger, hint_s: float
+    ) -> Task:
         object.lease_until = max(object.lease_until, now + promotion.MAX_COMMIT_LEASE_S)
         return create(state, now, object, holder, trigger, hint_s)
 
@@ -170,7 +184,13 @@ def keep_a_lost_writers_put(patch: pytest.MonkeyPatch) -> None:
 
 def believe_a_failed_promotion(patch: pytest.MonkeyPatch) -> None:
     done = promotion.done
-    patch.setattr(promotion, "done", lambda state, now, holder, message: done(state, now, holder, PromotionDone(message.task, True)))
+    patch.setattr(
+        promotion,
+        "done",
+        lambda state, now, holder, message: done(
+            state, now, holder, PromotionDone(message.task, True)
+        ),
+    )
 
 
 def reuse_at_once_after_a_master_restart(patch: pytest.MonkeyPatch) -> None:
@@ -180,7 +200,9 @@ def reuse_at_once_after_a_master_restart(patch: pytest.MonkeyPatch) -> None:
 
 
 def promote_again_and_again(patch: pytest.MonkeyPatch) -> None:
-    def eager(self: PrefetchThrottle, keys: Sequence[bytes], now: float, *, despite_cooldown: bool = False) -> list[bytes]:
+    def eager(
+        self: PrefetchThrottle, keys: Sequence[bytes], now: float, *, despite_cooldown: bool = False
+    ) -> list[bytes]:
         return list(keys)
 
     patch.setattr(PrefetchThrottle, "admit", eager)
@@ -188,7 +210,11 @@ def promote_again_and_again(patch: pytest.MonkeyPatch) -> None:
 
 def forget_what_a_killed_holder_logged(patch: pytest.MonkeyPatch) -> None:
     """Of a put that fails, only holders that still have its room are told: one that was killed and came back keeps its record."""
-    patch.setattr(puts, "_receivers", lambda put: dict.fromkeys(replica.holder for replica in put.object.memory))
+    patch.setattr(
+        puts,
+        "_receivers",
+        lambda put: dict.fromkeys(replica.holder for replica in put.object.memory),
+    )
 
 
 CANARIES: list[Patch] = [
@@ -225,7 +251,10 @@ RARE: list[Patch] = [
 
 @pytest.mark.parametrize(
     "plant",
-    [pytest.param(plant, marks=pytest.mark.slow if plant in RARE else (), id=plant.__name__) for plant in CANARIES],
+    [
+        pytest.param(plant, marks=pytest.mark.slow if plant in RARE else (), id=plant.__name__)
+        for plant in CANARIES
+    ],
 )
 def test_a_planted_bug_is_found(plant: Patch, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch)

@@ -32,7 +32,9 @@ class World:
         while len(self.heap) and self.heap.now < until:
             self.heap.run_next()
 
-    def store(self, page: bytes, stages: Sequence[int] = range(STAGES), settle_s: float = 10.0) -> list[bool]:
+    def store(
+        self, page: bytes, stages: Sequence[int] = range(STAGES), settle_s: float = 10.0
+    ) -> list[bool]:
         """Store these stages' parts, and let what follows from it come to rest."""
         said: list[bytes] = []
         for stage in stages:
@@ -118,15 +120,25 @@ def test_with_an_ssd_it_is_read_from_there_and_later_than_from_dram() -> None:
 def test_a_page_on_its_way_to_the_ssd_may_not_leave_dram() -> None:
     world = World(pages=1, store__ssd="1GiB", store__ssd_write_gb_s="0.00001")
     world.store(b"a", settle_s=0.1)
-    assert not any(world.store(b"b", settle_s=2.5)), "it waits 2 s for room, and a's first part takes longer to be written"
+    assert not any(world.store(b"b", settle_s=2.5)), (
+        "it waits 2 s for room, and a's first part takes longer to be written"
+    )
     assert world.there(b"a") == [1]
     world.advance(50.0)
     assert all(world.store(b"b")) and world.there(b"a", b"b") == [1, 1]
 
 
 def test_the_ssd_forgets_the_file_that_was_read_least_recently() -> None:
-    world = World(**{"store__dram": "17MiB", "store__ssd": "64MiB", "model__kv_bytes_per_token": str(64 * 4096)})
-    pages = [b"%d" % number for number in range(6)]  # of four parts of 4 MiB, each in a file of its own, as large as its head allows
+    world = World(
+        **{
+            "store__dram": "17MiB",
+            "store__ssd": "64MiB",
+            "model__kv_bytes_per_token": str(64 * 4096),
+        }
+    )
+    pages = [
+        b"%d" % number for number in range(6)
+    ]  # of four parts of 4 MiB, each in a file of its own, as large as its head allows
     for page in pages:
         assert all(world.store(page, settle_s=30.0))
     assert world.there(*pages[:3]) == [0, 0, 0] and world.there(pages[-1]) == [1]
@@ -147,7 +159,12 @@ def test_what_is_read_twice_from_the_ssd_comes_back_to_dram(reads: int, promoted
 
 
 def test_a_promotion_needs_room_below_the_high_watermark_and_evicts_nothing() -> None:
-    dials = {"store__ssd": "1GiB", "store__promotion_on_hit": "true", "store__hit_threshold": "1", "store__high_watermark": "0.9"}
+    dials = {
+        "store__ssd": "1GiB",
+        "store__promotion_on_hit": "true",
+        "store__hit_threshold": "1",
+        "store__high_watermark": "0.9",
+    }
     for low, promoted in (("0.9", False), ("0.3", True)):
         world = World(pages=4, store__low_watermark=low, **dials)
         for page in (b"a", b"b", b"c", b"d", b"e"):
@@ -168,12 +185,18 @@ def test_a_hint_brings_a_page_from_ssd_to_dram_before_it_is_read_and_repeats_do_
             for stage in range(STAGES):
                 world.model.hint([b"a"], stage)
         world.advance(1.0)
-        assert world.model.counters.get("promoted_prefetch", 0) == (STAGES if wanted == "true" else 0)
+        assert world.model.counters.get("promoted_prefetch", 0) == (
+            STAGES if wanted == "true" else 0
+        )
         assert world.from_ssd(b"a") is (wanted == "false")
 
 
 def test_a_get_and_a_promotion_of_one_record_share_its_read() -> None:
-    dials = {"store__hit_threshold": "1", "store__low_watermark": "0.3", "store__ssd_read_gb_s": "0.1"}
+    dials = {
+        "store__hit_threshold": "1",
+        "store__low_watermark": "0.3",
+        "store__ssd_read_gb_s": "0.1",
+    }
     world = World(pages=2, store__ssd="1GiB", store__promotion_on_hit="true", **dials)
     for page in (b"a", b"b", b"c"):
         world.store(page)
@@ -200,11 +223,21 @@ def test_a_read_that_outlasts_its_lease_counts_only_what_is_still_there() -> Non
 def test_what_is_there_from_the_start_lies_on_the_ssd_too() -> None:
     world = World(pages=2, store__ssd="1GiB")
     world.model.fill([b"a", b"b", b"c"])
-    assert world.there(b"a", b"b", b"c") == [1, 1, 1] and world.from_ssd(b"a") and not world.from_ssd(b"c")
+    assert (
+        world.there(b"a", b"b", b"c") == [1, 1, 1]
+        and world.from_ssd(b"a")
+        and not world.from_ssd(b"c")
+    )
 
 
 def test_what_the_log_has_no_room_for_at_the_start_is_not_there() -> None:
-    world = World(**{"store__dram": "17MiB", "store__ssd": "64MiB", "model__kv_bytes_per_token": str(64 * 4096)})
+    world = World(
+        **{
+            "store__dram": "17MiB",
+            "store__ssd": "64MiB",
+            "model__kv_bytes_per_token": str(64 * 4096),
+        }
+    )
     pages = [b"%d" % number for number in range(6)]
     world.model.fill(pages)
     found = world.there(*pages)

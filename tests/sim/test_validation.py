@@ -29,7 +29,11 @@ def test_the_published_ticket_column_is_predicted_within_a_tenth() -> None:
 
 
 def test_what_is_no_bench_document_is_refused() -> None:
-    for document in ({}, {"config": {}, "groups": []}, {"config": {"routes": ["ticket"], "groups": ["x"]}, "groups": [1]}):
+    for document in (
+        {},
+        {"config": {}, "groups": []},
+        {"config": {"routes": ["ticket"], "groups": ["x"]}, "groups": [1]},
+    ):
         with pytest.raises(ClusterError, match="no document of"):
             validate_bench(document, "h20-pp4tp4")
 
@@ -40,10 +44,24 @@ def test_a_bench_document_gets_a_cell_for_each_figure() -> None:
         "concurrency": 2, "rounds": 2, "pp": 2, "tp": 1, "chunk_size": 2048, "fetch_policy": "wait", "host_mode": "cache",
     }  # fmt: skip
     rows = [
-        {"group": group, "kind": kind, "route": route, "n": 8, "ttft_ms": {"mean": 100.0, "p50": 100.0}}
+        {
+            "group": group,
+            "kind": kind,
+            "route": route,
+            "n": 8,
+            "ttft_ms": {"mean": 100.0, "p50": 100.0},
+        }
         for route in about["routes"]  # type: ignore[attr-defined]
-        for group, kind in (("miss", "miss"), ("miss", "all"), ("mixed", "hit"), ("mixed", "miss"), ("mixed", "all"))
+        for group, kind in (
+            ("miss", "miss"),
+            ("miss", "all"),
+            ("mixed", "hit"),
+            ("mixed", "miss"),
+            ("mixed", "all"),
+        )
     ]
     cells = validate_bench({"config": about, "groups": rows}, "h20-pp4tp4")
     assert len(cells) == 2 * 2 * 4
-    assert all(cell["error_pct"] == pytest.approx(cell["simulated_ms"] - 100, abs=0.06) for cell in cells)
+    assert all(
+        cell["error_pct"] == pytest.approx(cell["simulated_ms"] - 100, abs=0.06) for cell in cells
+    )

@@ -54,7 +54,24 @@ CHECK_EVERY = 50
 STAGING_BYTES = 64 << 10
 GOOD = b"good value " * 100
 _BORDERS = (2**31, 2**32 - 1, 2**50, 2**60, 2**61, 2**62, 2**63 - 1, 2**64 - 1)
-_INTERESTING = (0, 1, -1, 63, 64, 4096, *_BORDERS, b"", b"k", "", "default", [], None, True, 1.5, [b"k"])
+_INTERESTING = (
+    0,
+    1,
+    -1,
+    63,
+    64,
+    4096,
+    *_BORDERS,
+    b"",
+    b"k",
+    "",
+    "default",
+    [],
+    None,
+    True,
+    1.5,
+    [b"k"],
+)
 
 
 @cache
@@ -108,7 +125,13 @@ class ListTransport(asyncio.Transport):
 class ServerTarget:
     """Frames of one role to one server, after a good opening (``role`` None: the opening itself)."""
 
-    def __init__(self, accept: Callable[[], Connection], role: Role | None, seeds: list[bytes], check: Callable[[], Awaitable[None]]):
+    def __init__(
+        self,
+        accept: Callable[[], Connection],
+        role: Role | None,
+        seeds: list[bytes],
+        check: Callable[[], Awaitable[None]],
+    ):
         self.seeds = seeds
         self._accept = accept
         self._role = role
@@ -119,7 +142,12 @@ class ServerTarget:
         connection.connection_made(transport)
         if self._role is not None:
             tenant = auth.HOLDER_TENANT if self._role is Role.HOLDER else "stranger"
-            feed(connection, transport, encode(auth.hello(connection._challenge, self._role, tenant, b"")), None)
+            feed(
+                connection,
+                transport,
+                encode(auth.hello(connection._challenge, self._role, tenant, b"")),
+                None,
+            )
             if isinstance(connection.state, Peer):
                 connection.state.staging = staging_memory()
                 connection.state.lent = memoryview(bytes(STAGING_BYTES))
@@ -148,12 +176,18 @@ class ReaderTarget:
     async def check(self) -> None: ...
 
 
-def feed(connection: Connection, transport: ListTransport, data: bytes, cut: random.Random | None) -> None:
+def feed(
+    connection: Connection, transport: ListTransport, data: bytes, cut: random.Random | None
+) -> None:
     """As a socket would, in pieces of any size, for as long as the connection is not dropped."""
     at = 0
     while at < len(data) and not transport.is_closing():
         room = connection.get_buffer(-1)
-        count = min(len(room), len(data) - at, cut.choice((1, 7, 16, 100, 1 << 20)) if cut is not None else 1 << 20)
+        count = min(
+            len(room),
+            len(data) - at,
+            cut.choice((1, 7, 16, 100, 1 << 20)) if cut is not None else 1 << 20,
+        )
         room[:count] = data[at : at + count]
         connection.buffer_updated(count)
         at += count
@@ -166,10 +200,14 @@ def feed(connection: Connection, transport: ListTransport, data: bytes, cut: ran
 async def targets(directory: Path, promotes: bool = True) -> Any:
     """All targets by name, around one real store that is up meanwhile. ``promotes``: on hit; else a master answers gets without a
     step of its machine."""
-    config = MasterConfig(settle_s=0.0, ssd_prefetch=True, promotion_on_hit=promotes, put_wait_s=0.1)
+    config = MasterConfig(
+        settle_s=0.0, ssd_prefetch=True, promotion_on_hit=promotes, put_wait_s=0.1
+    )
     master = MasterServer(config, LOCALHOST)
     await master.start()
-    holder = Holder(HolderConfig(master.address, LOCALHOST, 8 << 20, directory / "log", 64 << 20), None)
+    holder = Holder(
+        HolderConfig(master.address, LOCALHOST, 8 << 20, directory / "log", 64 << 20), None
+    )
     await holder.start()
     try:
         while not holder.serving:
@@ -189,10 +227,14 @@ def make_targets(master: MasterServer, holder: Holder, directory: Path) -> dict[
 
     async def holder_is_well() -> None:
         deadline = time.monotonic() + SERVES_AGAIN_S
-        while not holder.serving and time.monotonic() < deadline:  # on a busy machine it stood still, and registers again
+        while (
+            not holder.serving and time.monotonic() < deadline
+        ):  # on a busy machine it stood still, and registers again
             await asyncio.sleep(0.01)
         assert holder.serving, holder.why_not
-        assert bytes(holder.segment.data(good.offset, good.length)) == GOOD, "a good tenant's bytes were overwritten"
+        assert bytes(holder.segment.data(good.offset, good.length)) == GOOD, (
+            "a good tenant's bytes were overwritten"
+        )
         assert holder.memory.at(good.offset, good.stamp) is good, "a good tenant's object is gone"
 
     async def others_are_well() -> None:
@@ -223,23 +265,38 @@ def make_targets(master: MasterServer, holder: Holder, directory: Path) -> dict[
 
         return read
 
-    answers = read_all(frames.decode_master_to_client, frames.decode_holder_to_client, frames.decode_opening)
+    answers = read_all(
+        frames.decode_master_to_client, frames.decode_holder_to_client, frames.decode_opening
+    )
     return {
         "opening": ServerTarget(master._accept, None, seeds(messages.Opening), master_is_well),
-        "client-to-master": ServerTarget(master._accept, Role.CLIENT, seeds(messages.ClientToMaster), master_is_well),
-        "holder-to-master": ServerTarget(master._accept, Role.HOLDER, seeds(messages.HolderToMaster) + boasts(), others_are_well),
-        "client-to-holder": ServerTarget(
-            holder._accept, Role.CLIENT, seeds(messages.ClientToHolder) + written(holder, good), holder_is_well
+        "client-to-master": ServerTarget(
+            master._accept, Role.CLIENT, seeds(messages.ClientToMaster), master_is_well
         ),
-        "answers-to-client": ReaderTarget(answers, seeds(messages.MasterToClient) + seeds(messages.HolderToClient)),
-        "master-to-holder": ReaderTarget(read_all(frames.decode_master_to_holder), seeds(messages.MasterToHolder)),
+        "holder-to-master": ServerTarget(
+            master._accept, Role.HOLDER, seeds(messages.HolderToMaster) + boasts(), others_are_well
+        ),
+        "client-to-holder": ServerTarget(
+            holder._accept,
+            Role.CLIENT,
+            seeds(messages.ClientToHolder) + written(holder, good),
+            holder_is_well,
+        ),
+        "answers-to-client": ReaderTarget(
+            answers, seeds(messages.MasterToClient) + seeds(messages.HolderToClient)
+        ),
+        "master-to-holder": ReaderTarget(
+            read_all(frames.decode_master_to_holder), seeds(messages.MasterToHolder)
+        ),
         "log-file": ReaderTarget(read_log, [a_log_file(directory)]),
     }
 
 
 def come_and_go(master: Address) -> list[Status]:
     """What a put and its removal say."""
-    with StoreClient.connect(f"forebay://{master}", tenant="another", timeout_s=SERVES_AGAIN_S) as client:
+    with StoreClient.connect(
+        f"forebay://{master}", tenant="another", timeout_s=SERVES_AGAIN_S
+    ) as client:
         return [client.put(b"fleeting", b"value"), *client.remove([b"fleeting"])]
 
 
@@ -274,7 +331,9 @@ def written(holder: Holder, good: Entry) -> list[bytes]:
         made.append(encode(messages.Write(1, [piece]), len(value)) + value)
         made.append(encode(messages.CopyIn(2, [piece], [0])))
         made.append(encode(messages.ReadMemory(3, [messages.Slice(offset, 10 + number, 0, 100)])))
-    made.append(encode(messages.ReadMemory(4, [messages.Slice(good.offset, good.stamp, 0, good.length)])))
+    made.append(
+        encode(messages.ReadMemory(4, [messages.Slice(good.offset, good.stamp, 0, good.length)]))
+    )
     made.append(
         encode(messages.ReadSsd(5, [messages.Cut(b"k", 10, 0, 100)]))
         + encode(messages.CopyOut(6, [messages.Cut(b"k", 10, 0, 100)], [0]))
@@ -298,7 +357,13 @@ def boasts() -> list[bytes]:
             messages.Inventory(0, [], [], [grave], True),
             messages.Persisted([held]),
         ]
-        made += [encode(register), *(encode(msgspec.structs.replace(register, highest_generation=1)) + encode(one) for one in said)]
+        made += [
+            encode(register),
+            *(
+                encode(msgspec.structs.replace(register, highest_generation=1)) + encode(one)
+                for one in said
+            ),
+        ]
     return made
 
 
@@ -371,20 +436,29 @@ class Mutator:
 
     def _splice(self, data: bytes, others: list[bytes]) -> bytes:
         other = self.random.choice(others)
-        return data[: self.random.randrange(len(data) + 1)] + other[self.random.randrange(len(other) + 1) :]
+        return (
+            data[: self.random.randrange(len(data) + 1)]
+            + other[self.random.randrange(len(other) + 1) :]
+        )
 
     def _chain(self, data: bytes, others: list[bytes]) -> bytes:
         return data + self.random.choice(others)
 
     def _prefix(self, data: bytes, others: list[bytes]) -> bytes:
-        fields = [self.random.choice((1, 1, 1, 0, 2, 255)), self.random.choice((0, 1, 255)), self.random.choice((0, 0, 0, 1))]
+        fields = [
+            self.random.choice((1, 1, 1, 0, 2, 255)),
+            self.random.choice((0, 1, 255)),
+            self.random.choice((0, 0, 0, 1)),
+        ]
         body = self.random.choice((len(data) - PREFIX.size, 0, 1, 100, 65536, 2**24, 2**32 - 1))
         payload = self.random.choice((0, 1, 100, 2**20, 2**40, 2**64 - 1))
         return PREFIX.pack(*fields, max(0, body), payload) + data[PREFIX.size :]
 
     def _value(self, data: bytes, others: list[bytes]) -> bytes:
         """One value somewhere in the body is another; the frame around it is right."""
-        if not PREFIX.size <= len(data) <= MAX_INPUT_BYTES:  # a list that was made 9000 times as long is not to be so once more
+        if (
+            not PREFIX.size <= len(data) <= MAX_INPUT_BYTES
+        ):  # a list that was made 9000 times as long is not to be so once more
             return data
         body_bytes, payload_bytes = PREFIX.unpack_from(data)[3:]
         try:
@@ -392,7 +466,11 @@ class Mutator:
             changed = msgspec.msgpack.encode(self._change(body))
         except (msgspec.DecodeError, ValueError, OverflowError, RecursionError):
             return data
-        return PREFIX.pack(1, 0, 0, len(changed), payload_bytes) + changed + data[PREFIX.size + body_bytes :]
+        return (
+            PREFIX.pack(1, 0, 0, len(changed), payload_bytes)
+            + changed
+            + data[PREFIX.size + body_bytes :]
+        )
 
     def _change(self, value: Any) -> Any:
         if isinstance(value, list) and value and self.random.random() < 0.9:
@@ -401,7 +479,11 @@ class Mutator:
                 case 0:
                     return value[:at] + value[at + 1 :]
                 case 1:
-                    return value[:at] + [value[at]] * self.random.choice((2, 3, 9000)) + value[at + 1 :]
+                    return (
+                        value[:at]
+                        + [value[at]] * self.random.choice((2, 3, 9000))
+                        + value[at + 1 :]
+                    )
                 case _:
                     return [*value[:at], self._change(value[at]), *value[at + 1 :]]
         if isinstance(value, bytes) and self.random.random() < 0.5:
@@ -457,7 +539,11 @@ class Coverage:
 def read_corpus(name: str) -> list[bytes]:
     """A line for each input: base64 of its zlib form."""
     file = CORPUS / f"{name}.txt"
-    return [zlib.decompress(base64.b64decode(line)) for line in file.read_text().split()] if file.exists() else []
+    return (
+        [zlib.decompress(base64.b64decode(line)) for line in file.read_text().split()]
+        if file.exists()
+        else []
+    )
 
 
 def write_corpus(name: str, inputs: list[bytes]) -> None:
@@ -492,7 +578,9 @@ class Campaign:
                     return
                 for _ in range(CHECK_EVERY):
                     pool = self.kept[name]
-                    await self._one(name, all_targets[name], self.mutate(self.mutate.random.choice(pool), pool))
+                    await self._one(
+                        name, all_targets[name], self.mutate(self.mutate.random.choice(pool), pool)
+                    )
                 await all_targets[name].check()
 
     async def _one(self, name: str, target: Target, data: bytes) -> None:
@@ -507,7 +595,9 @@ class Campaign:
             print(f"{name}: input {data.hex()} failed; it is in the corpus now", file=sys.stderr)
             raise
         self.runs[name] = self.runs.get(name, 0) + 1
-        if coverage.gained() and len(data) <= (MAX_LOG_BYTES if name == "log-file" else MAX_INPUT_BYTES):
+        if coverage.gained() and len(data) <= (
+            MAX_LOG_BYTES if name == "log-file" else MAX_INPUT_BYTES
+        ):
             self.kept[name].append(data)
 
 
@@ -520,7 +610,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--keep", action="store_true", help="write what reached new code to the corpus")
+    parser.add_argument(
+        "--keep", action="store_true", help="write what reached new code to the corpus"
+    )
     given = parser.parse_args()
     campaign = Campaign(given.seed)
     with tempfile.TemporaryDirectory() as directory:

@@ -22,7 +22,10 @@ from forebay.store.wire.tls import client_context, server_context
 
 T = TypeVar("T")
 LOCALHOST = Address("127.0.0.1", 0)
-CERTIFICATE, KEY = Path(__file__).parent / "tls" / "localhost.pem", Path(__file__).parent / "tls" / "localhost.key"
+CERTIFICATE, KEY = (
+    Path(__file__).parent / "tls" / "localhost.pem",
+    Path(__file__).parent / "tls" / "localhost.key",
+)
 
 
 def wait_for(condition: Callable[[], T], timeout_s: float = 15.0, what: str = "") -> T:
@@ -41,7 +44,12 @@ class Cluster:
     process, as those of `store.up` do; the first master, that is."""
 
     def __init__(
-        self, config: MasterConfig | None = None, secrets: auth.Secrets | None = None, *, tls: bool = False, beside: bool = True
+        self,
+        config: MasterConfig | None = None,
+        secrets: auth.Secrets | None = None,
+        *,
+        tls: bool = False,
+        beside: bool = True,
     ) -> None:
         self.beside = beside
         self.config = config or MasterConfig(settle_s=0.0)
@@ -70,7 +78,11 @@ class Cluster:
 
     @property
     def url(self) -> str:
-        return f"forebay+tls://{self.address}?ca={CERTIFICATE}" if self.tls else f"forebay://{self.address}"
+        return (
+            f"forebay+tls://{self.address}?ca={CERTIFICATE}"
+            if self.tls
+            else f"forebay://{self.address}"
+        )
 
     def start_master(self) -> MasterServer:
         self.master = MasterServer(self.config, self.address, self.secrets, self.tls)
@@ -92,7 +104,9 @@ class Cluster:
         files: Files | None = None,
     ) -> Holder:
         master_tls = client_context(CERTIFICATE) if self.tls else None
-        config = HolderConfig(self.address, LOCALHOST, dram, ssd, ssd_bytes if ssd else 0, fsync, self.tls, master_tls)
+        config = HolderConfig(
+            self.address, LOCALHOST, dram, ssd, ssd_bytes if ssd else 0, fsync, self.tls, master_tls
+        )
         holder = Holder(config, self.secrets, files, beside=self.master if self.beside else None)
         self.do(holder.start())
         self.holders.append(holder)
@@ -103,7 +117,9 @@ class Cluster:
         self.holders.remove(holder)
         self.do(holder.stop())
 
-    def client(self, tenant: str = "default", secret: str | None = None, **options: object) -> StoreClient:
+    def client(
+        self, tenant: str = "default", secret: str | None = None, **options: object
+    ) -> StoreClient:
         client = StoreClient.connect(self.url, tenant, secret, **options)  # type: ignore[arg-type]
         self.clients.append(client)
         return client
@@ -122,7 +138,11 @@ class Cluster:
 
 @contextlib.contextmanager
 def cluster(
-    config: MasterConfig | None = None, secrets: auth.Secrets | None = None, *, tls: bool = False, beside: bool = True
+    config: MasterConfig | None = None,
+    secrets: auth.Secrets | None = None,
+    *,
+    tls: bool = False,
+    beside: bool = True,
 ) -> Iterator[Cluster]:
     made = Cluster(config, secrets, tls=tls, beside=beside)
     try:

@@ -5,7 +5,15 @@ from dataclasses import dataclass, field
 import msgspec
 
 from forebay.store.master.invariants import check
-from forebay.store.master.machine import Connected, Disconnected, Event, FromClient, FromHolder, Master, Ticked
+from forebay.store.master.machine import (
+    Connected,
+    Disconnected,
+    Event,
+    FromClient,
+    FromHolder,
+    Master,
+    Ticked,
+)
 from forebay.store.master.puts import room_token
 from forebay.store.master.records import Close, MasterConfig, Send
 from forebay.store.wire.messages import (
@@ -68,7 +76,9 @@ class FakeHolder:
         return room_token(self.token_key, tenant, key, generation, offset, length)
 
     def highest(self) -> int:
-        seen = [entry.generation for entry in self.ssd.values()] + [entry.stamp for entry in self.memory.values()]
+        seen = [entry.generation for entry in self.ssd.values()] + [
+            entry.stamp for entry in self.memory.values()
+        ]
         return max([*seen, *(grave.generation for grave in self.graves)], default=0)
 
 
@@ -102,7 +112,12 @@ class World:
         """Time passes, in which holders go on beating."""
         self.now += seconds
         for holder in [one for one in self.holders.values() if one.beats]:
-            self.step(FromHolder(holder.session, Beat(0, "ok" if holder.ssd_bytes else "none", holder.ssd_bytes > 0)))
+            self.step(
+                FromHolder(
+                    holder.session,
+                    Beat(0, "ok" if holder.ssd_bytes else "none", holder.ssd_bytes > 0),
+                )
+            )
         self.step(Ticked())
 
     def client(self, tenant: str = "default") -> int:
@@ -139,7 +154,9 @@ class World:
     def restart_master(self) -> None:
         """kill -9 of the master and a new one: everybody must reconnect."""
         self.epoch += 1
-        self.master = Master(self.config, self.now, epoch=self.epoch, first_generation=self.epoch * 1_000_000)
+        self.master = Master(
+            self.config, self.now, epoch=self.epoch, first_generation=self.epoch * 1_000_000
+        )
         self.holders.clear()
         self.inbox.clear()
 
@@ -153,18 +170,33 @@ class World:
         assert len(self.inbox[session]) == before + 1, f"no answer to {message}"
         return self.inbox[session][-1]
 
-    def write(self, granted: Granted, index: int, tenant: str, key: bytes, length: int, *, persist: bool = True) -> int:
+    def write(
+        self,
+        granted: Granted,
+        index: int,
+        tenant: str,
+        key: bytes,
+        length: int,
+        *,
+        persist: bool = True,
+    ) -> int:
         """The client's data arrives at every holder of the grant, which logs it at once."""
         grant = granted.grants[index]
         for room in grant.rooms:
             for holder in list(self.holders.values()):
-                if holder.number == room.holder and room.token == holder.token(tenant, key, grant.generation, room.offset, length):
-                    holder.memory[room.offset] = HeldMemory(tenant, key, grant.generation, length, room.offset, grant.generation)
+                if holder.number == room.holder and room.token == holder.token(
+                    tenant, key, grant.generation, room.offset, length
+                ):
+                    holder.memory[room.offset] = HeldMemory(
+                        tenant, key, grant.generation, length, room.offset, grant.generation
+                    )
                     if persist:
                         self.persist(holder, tenant, key, grant.generation, length)
         return grant.generation
 
-    def persist(self, holder: FakeHolder, tenant: str, key: bytes, generation: int, length: int) -> None:
+    def persist(
+        self, holder: FakeHolder, tenant: str, key: bytes, generation: int, length: int
+    ) -> None:
         if holder.ssd_bytes:
             entry = holder.ssd[tenant, key, generation] = HeldSsd(tenant, key, generation, length)
             self.step(FromHolder(holder.session, Persisted([entry])))
@@ -183,10 +215,20 @@ class World:
         assert isinstance(answer, Allocated)
         return answer
 
-    def finish(self, holder: FakeHolder, task: int, tenant: str, key: bytes, allocated: Allocated, ok: bool = True) -> None:
+    def finish(
+        self,
+        holder: FakeHolder,
+        task: int,
+        tenant: str,
+        key: bytes,
+        allocated: Allocated,
+        ok: bool = True,
+    ) -> None:
         spot = allocated.allotments[0]
         if ok:
-            holder.memory[spot.offset] = HeldMemory(tenant, key, spot.generation, spot.length, spot.offset, spot.stamp)
+            holder.memory[spot.offset] = HeldMemory(
+                tenant, key, spot.generation, spot.length, spot.offset, spot.stamp
+            )
         self.step(FromHolder(holder.session, PromotionDone(task, ok)))
 
     def _deliver(self, effect: Send) -> None:
@@ -242,4 +284,8 @@ class World:
 
 def _covers(grave: Grave, entry: HeldMemory | HeldSsd) -> bool:
     same = (grave.tenant, grave.key) == (entry.tenant, entry.key)
-    return same and (entry.generation == grave.generation if grave.exact else entry.generation <= grave.generation)
+    return same and (
+        entry.generation == grave.generation
+        if grave.exact
+        else entry.generation <= grave.generation
+    )

@@ -22,9 +22,16 @@ class Process:
     def __init__(self, *args: str, prelude: str = "") -> None:
         self.args = args
         self.prelude = prelude
-        command = [sys.executable, "-c", prelude + "\nfrom forebay.cli.store import app; app(prog_name='forebay store')"]
+        command = [
+            sys.executable,
+            "-c",
+            prelude + "\nfrom forebay.cli.store import app; app(prog_name='forebay store')",
+        ]
         self.child = subprocess.Popen(
-            [*command, *args, "--json"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=set_death_signal
+            [*command, *args, "--json"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            preexec_fn=set_death_signal,
         )
         assert self.child.stdout is not None and self.child.stderr is not None
         ready, _, _ = select.select([self.child.stdout], [], [], START_S)
@@ -93,7 +100,9 @@ class Farm:
         return self.run("master", "--listen", "127.0.0.1:0", "--lease-s", "1", *args)
 
     def holder(self, master: Process, name: str = "h", dram: str = "64MiB", *args: str) -> Process:
-        return self.run("holder", "--master", master.url, "--dram", dram, "--ssd", str(self.path / name), *args)
+        return self.run(
+            "holder", "--master", master.url, "--dram", dram, "--ssd", str(self.path / name), *args
+        )
 
 
 @contextmanager

@@ -25,7 +25,10 @@ class Traffic:
         self.wrong: list[object] = []
         self.done = 0
         self._stop = threading.Event()
-        self._threads = [threading.Thread(target=self._work, args=(name, name % 2 == 0), name=f"traffic-{name}") for name in range(4)]
+        self._threads = [
+            threading.Thread(target=self._work, args=(name, name % 2 == 0), name=f"traffic-{name}")
+            for name in range(4)
+        ]
 
     def __enter__(self) -> "Traffic":
         for thread in self._threads:
@@ -74,7 +77,11 @@ class Traffic:
 def durable(client: StoreClient, keys: set[bytes]) -> set[bytes]:
     """Those of ``keys`` that are in a log now."""
     named = sorted(keys)
-    return {key for key, tiers in zip(named, client.tiers(named), strict=True) if any(tier == 1 for tier in tiers)}
+    return {
+        key
+        for key, tiers in zip(named, client.tiers(named), strict=True)
+        if any(tier == 1 for tier in tiers)
+    }
 
 
 def logged_everywhere(client: StoreClient, count: int) -> bool:

@@ -33,7 +33,10 @@ def made(kind: str, path: Path) -> Iterator[PageStore]:
     elif kind == "guarded":
         yield GuardedStore(DirectoryStore(path, 1 << 30), print)
     elif kind == "grouped":
-        stores = {name: GuardedStore(DirectoryStore(path / name, 1 << 30), print) for name in ("one", "two")}
+        stores = {
+            name: GuardedStore(DirectoryStore(path / name, 1 << 30), print)
+            for name in ("one", "two")
+        }
         grouped = GroupedStore(stores)
         yield grouped
         grouped.close()
@@ -67,11 +70,17 @@ def get(store: PageStore, key: bytes, length: int, offset: int = 0) -> bytes | S
 
 def test_what_was_put_is_got_whole_and_in_part_item_by_item(store: PageStore) -> None:
     values = {b"key-%d" % index: os.urandom(PAGE + index) for index in range(10)}
-    assert store.put_from([PutItem(key, value) for key, value in values.items()], T) == [Status.OK] * 10
+    assert (
+        store.put_from([PutItem(key, value) for key, value in values.items()], T)
+        == [Status.OK] * 10
+    )
     assert all(get(store, key, len(value)) == value for key, value in values.items())
     assert get(store, b"key-3", 100, offset=5000) == values[b"key-3"][5000:5100]
     buffers = [bytearray(10) for _ in range(3)]
-    items = [GetItem(key, 0, 10, buffer) for key, buffer in zip([b"key-1", b"none", b"key-2"], buffers, strict=True)]
+    items = [
+        GetItem(key, 0, 10, buffer)
+        for key, buffer in zip([b"key-1", b"none", b"key-2"], buffers, strict=True)
+    ]
     assert store.get_into(items, T) == [Status.OK, Status.NOT_FOUND, Status.OK]
     assert bytes(buffers[2]) == values[b"key-2"][:10]
 
@@ -80,7 +89,11 @@ def test_clearing_takes_the_objects_of_these_parts_and_no_others(store: PageStor
     keys = [b"%d%s" % (index, part) for index in range(3) for part in (b"-a", b"-b", b"-c")]
     assert store.put_from([PutItem(key, bytes(PAGE)) for key in keys], T) == [Status.OK] * 9
     assert store.clear([b"-a", b"-b"], T) == 6
-    assert [key for key in keys if get(store, key, PAGE) is not Status.NOT_FOUND] == [b"0-c", b"1-c", b"2-c"]
+    assert [key for key in keys if get(store, key, PAGE) is not Status.NOT_FOUND] == [
+        b"0-c",
+        b"1-c",
+        b"2-c",
+    ]
     assert store.clear([b"-a", b"-b"], T) == 0
     assert put(store, b"0-a", bytes(PAGE)) is Status.OK
 
@@ -99,13 +112,20 @@ def test_an_equal_put_exists_and_another_length_replaces(store: PageStore) -> No
     assert get(store, b"k", PAGE + 1) == b"b" * (PAGE + 1)
 
 
-def test_of_writers_of_one_key_that_come_at_once_one_wins_and_the_others_know(store: PageStore) -> None:
+def test_of_writers_of_one_key_that_come_at_once_one_wins_and_the_others_know(
+    store: PageStore,
+) -> None:
     for round in range(5):
         values = [bytes([number]) * 1000 for number in range(6)]
         barrier = threading.Barrier(len(values))
         won: list[bytes] = []
 
-        def work(value: bytes, key: bytes = b"race-%d" % round, start: threading.Barrier = barrier, won: list[bytes] = won) -> None:
+        def work(
+            value: bytes,
+            key: bytes = b"race-%d" % round,
+            start: threading.Barrier = barrier,
+            won: list[bytes] = won,
+        ) -> None:
             start.wait()
             if put(store, key, value) is Status.OK:
                 won.append(value)
@@ -118,7 +138,9 @@ def test_of_writers_of_one_key_that_come_at_once_one_wins_and_the_others_know(st
         assert len(won) == 1 and get(store, b"race-%d" % round, 1000) == won[0]
 
 
-def test_any_contiguous_buffer_will_do_and_a_longer_one_is_filled_in_front(store: PageStore) -> None:
+def test_any_contiguous_buffer_will_do_and_a_longer_one_is_filled_in_front(
+    store: PageStore,
+) -> None:
     import numpy as np
 
     source = np.arange(PAGE, dtype=np.float32)
@@ -135,8 +157,12 @@ def test_what_cannot_be_is_invalid_and_harms_nothing_else(store: PageStore) -> N
     assert put(store, b"k" * 5000, b"x") is Status.INVALID
     assert get(store, b"k", 101) is Status.INVALID, "longer than the object"
     assert get(store, b"k", 100, offset=1) is Status.INVALID
-    assert store.get_into([GetItem(b"k", 0, 100, b"x" * 100)], T) == [Status.INVALID], "a buffer that cannot be written"
-    assert store.get_into([GetItem(b"k", 0, 100, bytearray(99))], T) == [Status.INVALID], "a buffer that is too short"
+    assert store.get_into([GetItem(b"k", 0, 100, b"x" * 100)], T) == [Status.INVALID], (
+        "a buffer that cannot be written"
+    )
+    assert store.get_into([GetItem(b"k", 0, 100, bytearray(99))], T) == [Status.INVALID], (
+        "a buffer that is too short"
+    )
     assert get(store, b"k", 100) == b"x" * 100
 
 
@@ -201,14 +227,22 @@ def test_directory_of_an_earlier_version_is_taken_over(tmp_path: Path) -> None:
         path.rename(earlier / path.name)
     assert files(tmp_path) == []
     store = DirectoryStore(tmp_path, 1 << 20)
-    assert [get(store, b"%d" % index, 1000) for index in range(20)] == [bytes([index]) * 1000 for index in range(20)]
-    assert len(files(tmp_path)) == 20 and not list(tmp_path.glob("??")), "nothing of the old form is left"
+    assert [get(store, b"%d" % index, 1000) for index in range(20)] == [
+        bytes([index]) * 1000 for index in range(20)
+    ]
+    assert len(files(tmp_path)) == 20 and not list(tmp_path.glob("??")), (
+        "nothing of the old form is left"
+    )
     assert store.files.count == 20
 
 
 def test_directory_a_damaged_or_foreign_file_is_a_miss_and_goes(tmp_path: Path) -> None:
     store = DirectoryStore(tmp_path, 1 << 20)
-    for change in (lambda data: data[:-1], lambda data: b"", lambda data: data[:60] + b"?" + data[61:]):
+    for change in (
+        lambda data: data[:-1],
+        lambda data: b"",
+        lambda data: data[:60] + b"?" + data[61:],
+    ):
         assert put(store, b"k", bytes(1000)) is Status.OK
         path = files(tmp_path)[0]
         path.write_bytes(change(path.read_bytes()))
@@ -228,7 +262,9 @@ def test_directory_what_is_no_file_gives_its_place_up(tmp_path: Path, first: str
     assert get(store, b"k", 1000) == bytes(1000)
 
 
-def test_directory_a_reader_out_of_descriptors_costs_no_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_directory_a_reader_out_of_descriptors_costs_no_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = DirectoryStore(tmp_path, 1 << 20)
     assert put(store, b"k", bytes(1000)) is Status.OK
 
@@ -241,7 +277,9 @@ def test_directory_a_reader_out_of_descriptors_costs_no_page(tmp_path: Path, mon
     assert get(store, b"k", 1000) == bytes(1000)
 
 
-def test_directory_a_file_that_cannot_be_read_is_a_miss_and_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_directory_a_file_that_cannot_be_read_is_a_miss_and_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = DirectoryStore(tmp_path, 1 << 20)
     assert put(store, b"k", bytes(1000)) is Status.OK
     bad, read = store.files.path(b"k"), Path.open
@@ -259,7 +297,9 @@ def test_directory_a_file_that_cannot_be_read_is_a_miss_and_goes(tmp_path: Path,
     assert get(store, b"k", 1000) == bytes(1000)
 
 
-def test_directory_a_file_that_cannot_be_removed_does_not_wedge_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_directory_a_file_that_cannot_be_removed_does_not_wedge_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """B14."""
     store = DirectoryStore(tmp_path, 5 * 1100)
     for index in range(5):
@@ -304,8 +344,13 @@ def test_directory_several_processes_keep_one_size_together(tmp_path: Path) -> N
     for index in range(300):
         assert put(stores[index % 3], b"%d" % index, bytes(1000)) is Status.OK
     used = sum(path.stat().st_size for path in files(tmp_path))
-    assert used <= 128 * 1100 * (1 + 3 / 64) + 3 * 1100, "each notices what others put after a 64th of the size"
-    assert get(stores[0], b"299", 1000) == bytes(1000) and get(stores[0], b"0", 1000) is Status.NOT_FOUND
+    assert used <= 128 * 1100 * (1 + 3 / 64) + 3 * 1100, (
+        "each notices what others put after a 64th of the size"
+    )
+    assert (
+        get(stores[0], b"299", 1000) == bytes(1000)
+        and get(stores[0], b"0", 1000) is Status.NOT_FOUND
+    )
 
 
 def test_directory_that_was_cleared_under_it_is_made_again(tmp_path: Path) -> None:
@@ -335,14 +380,21 @@ def hang(store: DirectoryStore, key: bytes) -> Callable[[], None]:
     os.mkfifo(path)
 
     def go_on() -> None:
-        os.close(os.open(path, os.O_RDWR | os.O_NONBLOCK))  # whoever opens it for reading goes on, and finds nothing
+        os.close(
+            os.open(path, os.O_RDWR | os.O_NONBLOCK)
+        )  # whoever opens it for reading goes on, and finds nothing
 
     return go_on
 
 
-def test_directory_a_file_system_that_hangs_costs_the_time_out_and_touches_nothing_later(tmp_path: Path) -> None:
+def test_directory_a_file_system_that_hangs_costs_the_time_out_and_touches_nothing_later(
+    tmp_path: Path,
+) -> None:
     store = DirectoryStore(tmp_path, 1 << 20)
-    assert put(store, b"well", b"w" * 1000) is Status.OK and put(store, b"hangs", b"h" * 1000) is Status.OK
+    assert (
+        put(store, b"well", b"w" * 1000) is Status.OK
+        and put(store, b"hangs", b"h" * 1000) is Status.OK
+    )
     go_on = hang(store, b"hangs")
     buffers = [bytearray(b"-" * 1000) for _ in range(2)]
     items = [GetItem(b"hangs", 0, 1000, buffers[0]), GetItem(b"well", 0, 1000, buffers[1])]
@@ -380,8 +432,14 @@ def test_directory_leaves_the_free_space_alone(tmp_path: Path) -> None:
 def test_directory_sweeps_what_dead_processes_left_half_written(tmp_path: Path) -> None:
     DirectoryStore(tmp_path, 1 << 20)
     machine = DirectoryStore(tmp_path, 1 << 20).files._machine
-    dead, ours = tmp_path / "tmp" / f"{machine}-999999999-0", tmp_path / "tmp" / f"{machine}-{os.getpid()}-x"
-    theirs, forgotten = tmp_path / "tmp" / "another-999999999-0", tmp_path / "tmp" / "another-999999999-1"
+    dead, ours = (
+        tmp_path / "tmp" / f"{machine}-999999999-0",
+        tmp_path / "tmp" / f"{machine}-{os.getpid()}-x",
+    )
+    theirs, forgotten = (
+        tmp_path / "tmp" / "another-999999999-0",
+        tmp_path / "tmp" / "another-999999999-1",
+    )
     for path in (dead, ours, theirs, forgotten):
         path.write_bytes(b"half")
     os.utime(forgotten, (0, 0))
@@ -392,10 +450,15 @@ def test_directory_sweeps_what_dead_processes_left_half_written(tmp_path: Path) 
 # ---------------------------------------------------------------------------------------------- embedded
 
 
-def test_embedded_is_warm_after_a_restart_though_nothing_waited_for_the_disk(tmp_path: Path) -> None:
+def test_embedded_is_warm_after_a_restart_though_nothing_waited_for_the_disk(
+    tmp_path: Path,
+) -> None:
     store = EmbeddedStore(tmp_path, 16 << 20, 1 << 30)
     values = [os.urandom(PAGE) for _ in range(50)]
-    assert store.put_from([PutItem(b"%d" % index, value) for index, value in enumerate(values)], T) == [Status.OK] * 50
+    assert (
+        store.put_from([PutItem(b"%d" % index, value) for index, value in enumerate(values)], T)
+        == [Status.OK] * 50
+    )
     pid = store.pid
     store.close()
     assert not Path(f"/proc/{pid}").exists()
@@ -418,7 +481,10 @@ def test_embedded_a_killed_child_is_statuses_and_bad_health_not_exceptions(tmp_p
     put(store, b"k", b"v")
     os.kill(store.pid, signal.SIGKILL)
     wait_for(lambda: not store.health().ok)
-    assert store.get_into([GetItem(b"k", 0, 1, bytearray(1))], 0.5)[0] in (Status.UNAVAILABLE, Status.TIMEOUT)
+    assert store.get_into([GetItem(b"k", 0, 1, bytearray(1))], 0.5)[0] in (
+        Status.UNAVAILABLE,
+        Status.TIMEOUT,
+    )
     assert store.put_from([PutItem(b"k", b"v")], 0.5)[0] in (Status.UNAVAILABLE, Status.TIMEOUT)
     assert store.match_prefix([b"k"], [b""], hint=False, timeout_s=0.5) == 0
     store.close()
@@ -454,6 +520,12 @@ def test_store_urls(tmp_path: Path) -> None:
     assert open_store("none") is None
     directory = open_store(f"file:{tmp_path}?size=1MiB&free=1KiB")
     assert isinstance(directory, DirectoryStore)
-    for bad in ("redis://x", "file:x?sice=1", "file:x?size=0", "forebay://nowhere", "forebay://127.0.0.1:1"):
+    for bad in (
+        "redis://x",
+        "file:x?sice=1",
+        "file:x?size=0",
+        "forebay://nowhere",
+        "forebay://127.0.0.1:1",
+    ):
         with pytest.raises(StoreURLError):
             open_store(bad)

@@ -12,7 +12,16 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from forebay.store.backend import GetItem, Health, PageStore, PutItem, Status, StoreUse
 from forebay.store.backends.directory import DirectoryStore
 from forebay.store.backends.guarded import GuardedStore
-from forebay.store.breaker import CHECK_EVERY_S, FAILURES, GRACE_S, PAUSE_MAX_S, PAUSE_S, Breaker, Outcome, State
+from forebay.store.breaker import (
+    CHECK_EVERY_S,
+    FAILURES,
+    GRACE_S,
+    PAUSE_MAX_S,
+    PAUSE_S,
+    Breaker,
+    Outcome,
+    State,
+)
 from tests.store.store_cluster import wait_for
 
 T = 5.0
@@ -47,7 +56,9 @@ def test_one_time_out_opens_it() -> None:
     assert opened().begin(0.1, 1.0) is None
 
 
-def test_a_call_that_never_returns_opens_it_for_the_others_and_means_nothing_when_it_does_return() -> None:
+def test_a_call_that_never_returns_opens_it_for_the_others_and_means_nothing_when_it_does_return() -> (
+    None
+):
     breaker = Breaker()
     number = breaker.begin(0.0, 1.0)
     assert number is not None and breaker.begin(1.0 + GRACE_S, 1.0) is not None
@@ -69,7 +80,11 @@ def test_probes_come_later_and_later_and_close_it() -> None:
         pauses.append(due - now)
         now = due
         breaker.begin_probe(now)
-        assert breaker.state is State.PROBING and breaker.next_probe() is None and breaker.begin(now, 1.0) is None
+        assert (
+            breaker.state is State.PROBING
+            and breaker.next_probe() is None
+            and breaker.begin(now, 1.0) is None
+        )
         breaker.end_probe(now, False, "still down")
     assert pauses[:3] == [PAUSE_S, 2 * PAUSE_S, 4 * PAUSE_S] and pauses[-1] == PAUSE_MAX_S
     due = breaker.next_probe()
@@ -77,7 +92,10 @@ def test_probes_come_later_and_later_and_close_it() -> None:
     breaker.begin_probe(due)
     breaker.end_probe(due, True)
     assert breaker.state is State.CLOSED
-    assert [(t.is_closed, t.down_s) for t in breaker.take_transitions()] == [(False, 0.0), (True, due)]
+    assert [(t.is_closed, t.down_s) for t in breaker.take_transitions()] == [
+        (False, 0.0),
+        (True, due),
+    ]
 
 
 def test_a_store_that_passes_probes_and_fails_calls_is_asked_less_and_less() -> None:
@@ -134,7 +152,9 @@ class BreakerTwin(RuleBasedStateMachine):
         assert (number is not None) == (was_closed and not hangs)
         assert self.breaker.refused == refused + (number is None)
         if number is None:
-            self.calls = {number: deadline for number, deadline in self.calls.items() if self.now <= deadline}
+            self.calls = {
+                number: deadline for number, deadline in self.calls.items() if self.now <= deadline
+            }
             self.failed_in_a_row = 0
         else:
             assert number not in self.calls
@@ -208,9 +228,21 @@ class BadStore:
         self.is_well = True
         self.calls = 0
 
-    def match_prefix(self, keys: Sequence[bytes], parts: Sequence[bytes], *, hint: bool, timeout_s: float, group: bytes = b"") -> int:
+    def match_prefix(
+        self,
+        keys: Sequence[bytes],
+        parts: Sequence[bytes],
+        *,
+        hint: bool,
+        timeout_s: float,
+        group: bytes = b"",
+    ) -> int:
         self.calls += 1
-        return self.good.match_prefix(keys, parts, hint=hint, timeout_s=timeout_s, group=group) if self.is_well else 0
+        return (
+            self.good.match_prefix(keys, parts, hint=hint, timeout_s=timeout_s, group=group)
+            if self.is_well
+            else 0
+        )
 
     def get_into(self, items: Sequence[GetItem], timeout_s: float) -> list[Status]:
         return self._on_a_bad_day(len(items)) or self.good.get_into(items, timeout_s)
@@ -278,7 +310,9 @@ def test_a_dead_or_lying_store_is_not_asked_and_comes_back_by_itself(
     assert len(said) == 2 and status.name in said[0] and "again" in said[1]
 
 
-def test_an_answer_of_the_wrong_length_or_an_exception_is_a_failure_and_not_the_callers(store: GuardedStore, bad: BadStore) -> None:
+def test_an_answer_of_the_wrong_length_or_an_exception_is_a_failure_and_not_the_callers(
+    store: GuardedStore, bad: BadStore
+) -> None:
     def raise_it(count: int) -> list[Status]:
         raise RuntimeError("a bug of the backend")
 
@@ -298,7 +332,9 @@ def test_a_call_that_hangs_is_given_up_by_the_others(bad: BadStore, said: list[s
         release.wait(30)
 
     bad.day = hang
-    thread = threading.Thread(target=lambda: store.get_into([GetItem(b"k", 0, 5, bytearray(5))], 0.1))
+    thread = threading.Thread(
+        target=lambda: store.get_into([GetItem(b"k", 0, 5, bytearray(5))], 0.1)
+    )
     thread.start()
     assert entered.wait(10)
     wait_for(lambda: store.is_open, what="the call to be overdue")
@@ -308,7 +344,9 @@ def test_a_call_that_hangs_is_given_up_by_the_others(bad: BadStore, said: list[s
     store.close()
 
 
-def test_misses_of_a_store_that_is_gone_are_told_from_misses_of_one_that_is_there(store: GuardedStore, bad: BadStore) -> None:
+def test_misses_of_a_store_that_is_gone_are_told_from_misses_of_one_that_is_there(
+    store: GuardedStore, bad: BadStore
+) -> None:
     assert store.match_prefix([b"none"], [b""], hint=False, timeout_s=T) == 0
     bad.is_well = False
 
@@ -320,7 +358,9 @@ def test_misses_of_a_store_that_is_gone_are_told_from_misses_of_one_that_is_ther
     assert store.figures.detail == "ill" and not store.health().ok
 
 
-def test_a_store_that_was_down_at_the_start_is_opened_when_it_is_there(tmp_path: Path, said: list[str]) -> None:
+def test_a_store_that_was_down_at_the_start_is_opened_when_it_is_there(
+    tmp_path: Path, said: list[str]
+) -> None:
     there = threading.Event()
 
     def revive(store: PageStore | None) -> PageStore:

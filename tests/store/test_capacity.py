@@ -32,6 +32,8 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10)
 
 @pytest.mark.slow
 def test_a_million_objects_in_memory_and_on_ssd_fit_in_one_gibibyte() -> None:
-    done = subprocess.run([sys.executable, "-c", MILLION], capture_output=True, text=True, timeout=170)
+    done = subprocess.run(
+        [sys.executable, "-c", MILLION], capture_output=True, text=True, timeout=170
+    )
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) < 1 << 30, f"{int(done.stdout) >> 20} MiB"

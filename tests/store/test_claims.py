@@ -21,7 +21,12 @@ from forebay.store.master import claims
 from forebay.store.master.machine import FromHolder, Master
 from forebay.store.master.records import MasterConfig
 from forebay.store.wire.frames import PREFIX as FRAME_PREFIX
-from forebay.store.wire.frames import FrameError, decode_holder_to_master, decode_master_to_client, encode
+from forebay.store.wire.frames import (
+    FrameError,
+    decode_holder_to_master,
+    decode_master_to_client,
+    encode,
+)
 from forebay.store.wire.messages import (
     MAX_ENTRIES,
     MAX_KEY_BYTES,
@@ -55,7 +60,9 @@ TOP = (1 << 63) - 1
 
 def world_at(wall_ms: int) -> World:
     world = World()
-    world.master = Master(world.config, world.now, epoch=1, first_generation=claims.first_generation(wall_ms))
+    world.master = Master(
+        world.config, world.now, epoch=1, first_generation=claims.first_generation(wall_ms)
+    )
     return world
 
 
@@ -74,7 +81,9 @@ LIES: dict[str, HolderToMaster] = {
 
 
 @pytest.mark.parametrize("lie", LIES.values(), ids=LIES)
-def test_a_holder_that_claims_what_no_master_gave_out_is_dropped_and_nothing_of_it_is_kept(lie: HolderToMaster) -> None:
+def test_a_holder_that_claims_what_no_master_gave_out_is_dropped_and_nothing_of_it_is_kept(
+    lie: HolderToMaster,
+) -> None:
     world = world_at(NOW_MS)
     honest, client = world.holder(FakeHolder("honest")), world.client()
     assert put(world, client, b"mine") == OK
@@ -96,7 +105,12 @@ def test_a_registration_of_what_no_master_gave_out_is_refused() -> None:
 def test_the_highest_lie_that_is_believed_shuts_nobody_out_whatever_is_restarted() -> None:
     """It costs half of the generations; who tells the truth afterwards has higher ones, and later masters must believe them."""
     world = world_at(NOW_MS)
-    liar = FakeHolder("liar", graves=[Grave("t", b"k", claims.Bound(world.now, claims.first_generation(NOW_MS)).at(world.now))])
+    liar = FakeHolder(
+        "liar",
+        graves=[
+            Grave("t", b"k", claims.Bound(world.now, claims.first_generation(NOW_MS)).at(world.now))
+        ],
+    )
     world.holder(liar)
     assert not world.closed
     world.lose(liar.session)
@@ -105,7 +119,9 @@ def test_the_highest_lie_that_is_believed_shuts_nobody_out_whatever_is_restarted
         world.later(0.001)
         assert put(world, client, b"%d" % index) == OK
     assert world.call(client, Remove(1, [b"3"])) == Codes(1, bytes([OK]))
-    world.master = Master(world.config, world.now, epoch=2, first_generation=claims.first_generation(NOW_MS + 20))
+    world.master = Master(
+        world.config, world.now, epoch=2, first_generation=claims.first_generation(NOW_MS + 20)
+    )
     world.holders.clear()
     world.holder(honest)
     client = world.client()
@@ -121,7 +137,12 @@ def test_whoever_tells_the_truth_is_believed_by_a_master_with_another_clock(year
     world = world_at(NOW_MS)
     honest, client = world.holder(FakeHolder("honest")), world.client()
     assert put(world, client, b"k") == OK
-    world.master = Master(world.config, world.now, epoch=2, first_generation=claims.first_generation(max(0, NOW_MS + years * YEAR_MS)))
+    world.master = Master(
+        world.config,
+        world.now,
+        epoch=2,
+        first_generation=claims.first_generation(max(0, NOW_MS + years * YEAR_MS)),
+    )
     world.holders.clear()
     world.holder(honest)
     assert not world.closed and exists(world, world.client(), b"k") == [OK]
@@ -168,18 +189,25 @@ def test_what_the_largest_claims_come_to_is_a_message_that_others_can_read() -> 
         world.lose(gone.session)
     for index in range(4):
         peers = [f"{index}-{number}".rjust(64, "p") for number in range(MAX_PEERS)]
-        liar = FakeHolder(str(index).rjust(64, "x"), memory_bytes=1 << 50, ssd_bytes=1 << 50, peers=peers)
+        liar = FakeHolder(
+            str(index).rjust(64, "x"), memory_bytes=1 << 50, ssd_bytes=1 << 50, peers=peers
+        )
         world.holder(liar)
         world.step(FromHolder(liar.session, Beat(1 << 50, "\U0001f600" * 200, True)))
     table, stats = world.call(client, AskHolders(1)), world.call(client, AskStats(2))
     assert isinstance(table, HolderTable) and isinstance(stats, StoreStats)
-    assert len(table.holders) == 4 + MAX_PEERS and sum(entry.ssd_used == 1 << 50 for entry in table.holders) == 4
+    assert (
+        len(table.holders) == 4 + MAX_PEERS
+        and sum(entry.ssd_used == 1 << 50 for entry in table.holders) == 4
+    )
     for answer in (table, stats):
         decode_master_to_client(body(answer))
     assert len(world.holder(FakeHolder("honest")).peers) < 2 * MAX_PEERS
 
 
-def test_any_number_of_removals_reaches_a_holder_that_was_away_in_messages_that_it_can_read() -> None:
+def test_any_number_of_removals_reaches_a_holder_that_was_away_in_messages_that_it_can_read() -> (
+    None
+):
     """Each of them is below the limits of a frame, and it serves once all of them are logged."""
     world = World(MasterConfig(settle_s=0.0), check=False)
     keeper = world.holder(FakeHolder("keeper"))
@@ -187,7 +215,9 @@ def test_any_number_of_removals_reaches_a_holder_that_was_away_in_messages_that_
     away = FakeHolder("away", acks=False)
     world.holder(away)
     world.lose(away.session)
-    graves = [Grave("default", b"%d" % number, number + 1, behalf="away") for number in range(count)]
+    graves = [
+        Grave("default", b"%d" % number, number + 1, behalf="away") for number in range(count)
+    ]
     world.lose(keeper.session)
     keeper.graves = graves
     world.holder(keeper)
@@ -204,7 +234,9 @@ SHORT, UNSEALED = "less memory than was said", "memory that may be taken away"
 
 
 @pytest.mark.parametrize("kind", [SHORT, UNSEALED])
-def test_a_holder_whose_memory_is_not_safe_to_map_is_read_over_tcp(tmp_path: Path, kind: str) -> None:
+def test_a_holder_whose_memory_is_not_safe_to_map_is_read_over_tcp(
+    tmp_path: Path, kind: str
+) -> None:
     """Whoever touches memory that is not there is killed by the kernel."""
     fd = os.memfd_create("liar", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, 1 << 20 if kind == SHORT else 16 << 20)
@@ -248,14 +280,23 @@ def test_a_keeper_is_told_to_forget_only_when_it_has_told_all_that_it_keeps() ->
 
 
 @pytest.mark.parametrize("local", [True, False])
-def test_a_holder_that_answers_with_no_code_at_all_costs_its_keys_and_no_exception(local: bool) -> None:
+def test_a_holder_that_answers_with_no_code_at_all_costs_its_keys_and_no_exception(
+    local: bool,
+) -> None:
     with cluster(MasterConfig(settle_s=0.0)) as nodes:
         holder = nodes.holder(16 << 20)
-        client, hasty = nodes.client(allow_local=local), nodes.client(allow_local=local, timeout_s=0.5)
+        client, hasty = (
+            nodes.client(allow_local=local),
+            nodes.client(allow_local=local, timeout_s=0.5),
+        )
         assert client.put(b"k", b"value") is Status.OK
-        holder.data._finish_write = lambda connection, call, entries, intact: connection.answer(Codes(call, b"\x63"))  # type: ignore[method-assign]
+        holder.data._finish_write = lambda connection, call, entries, intact: connection.answer(
+            Codes(call, b"\x63")
+        )  # type: ignore[method-assign]
         assert hasty.put(b"l", b"value") is not Status.OK
-        holder.data._read_memory = lambda connection, message: connection.answer(Codes(message.call, b"\x63"))  # type: ignore[method-assign]
+        holder.data._read_memory = lambda connection, message: connection.answer(
+            Codes(message.call, b"\x63")
+        )  # type: ignore[method-assign]
         assert client.get(b"k") == (b"value" if local else None)
 
 
@@ -270,7 +311,9 @@ def test_a_holders_words_are_shown_as_they_are(tmp_path: Path) -> None:
     assert shown.exit_code == 0 and "[/no] [red]markup" in shown.output, shown.output
 
 
-def test_a_value_larger_than_memory_is_a_miss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_value_larger_than_memory_is_a_miss(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with cluster(MasterConfig(settle_s=0.0)) as nodes:
         nodes.holder(16 << 20, tmp_path)
         client = nodes.client()

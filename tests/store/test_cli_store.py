@@ -33,8 +33,24 @@ def up(nodes: Farm) -> Process:
     (nodes.path / "secret").write_text("hush\n")
     secret = ("--secret-file", str(nodes.path / "secret"))
     sizes = ("--dram", "16MiB", "--ssd", str(nodes.path / "ssd"), "--ssd-size", "64MiB")
-    process = nodes.run("up", "--listen", "127.0.0.1:0", *sizes, "--ssd-prefetch", "--tenant-quota", "small=1MiB", *secret)
-    wait_for(lambda: json.loads(run("status", process.url, "--json", *secret).stdout or "{}").get("holders_usable") == 1)
+    process = nodes.run(
+        "up",
+        "--listen",
+        "127.0.0.1:0",
+        *sizes,
+        "--ssd-prefetch",
+        "--tenant-quota",
+        "small=1MiB",
+        *secret,
+    )
+    wait_for(
+        lambda: (
+            json.loads(run("status", process.url, "--json", *secret).stdout or "{}").get(
+                "holders_usable"
+            )
+            == 1
+        )
+    )
     return process
 
 
@@ -50,9 +66,15 @@ def test_a_life_of_a_key(nodes: Farm, up: Process, tmp_path: Path) -> None:
     assert run("get", up.url, "hello", "-o", str(tmp_path / "copy"), *secret).exit_code == 0
     assert (tmp_path / "copy").read_bytes() == file.read_bytes()
     assert run("get", up.url, "hello", *secret).stdout_bytes == file.read_bytes()
-    assert run("prefetch", up.url, "hello", *secret).stdout == "0 asked for, 1 in DRAM already, 0 not there\n"
+    assert (
+        run("prefetch", up.url, "hello", *secret).stdout
+        == "0 asked for, 1 in DRAM already, 0 not there\n"
+    )
     assert run("prefetch", up.url, "none", *secret).exit_code == 1
-    wait_for(lambda: run("rm", up.url, "none", *secret).stdout == "none: NOT_FOUND\n", what="a new master has heard everyone")
+    wait_for(
+        lambda: run("rm", up.url, "none", *secret).stdout == "none: NOT_FOUND\n",
+        what="a new master has heard everyone",
+    )
     assert run("rm", up.url, "hello", "none", *secret).stdout == "hello: OK\nnone: NOT_FOUND\n"
     assert run("get", up.url, "hello", *secret).exit_code == 1
     assert "1 objects" in run("status", up.url, *secret).stdout
@@ -61,7 +83,18 @@ def test_a_life_of_a_key(nodes: Farm, up: Process, tmp_path: Path) -> None:
 @pytest.mark.parametrize("allowed", [True, False])
 def test_prefetch_says_what_came_of_it(nodes: Farm, tmp_path: Path, allowed: bool) -> None:
     switches = ["--ssd-prefetch"] if allowed else []
-    up = nodes.run("up", "--listen", "127.0.0.1:0", "--dram", "16MiB", "--lease-s", "0.5", "--ssd", str(tmp_path / "log"), *switches)
+    up = nodes.run(
+        "up",
+        "--listen",
+        "127.0.0.1:0",
+        "--dram",
+        "16MiB",
+        "--lease-s",
+        "0.5",
+        "--ssd",
+        str(tmp_path / "log"),
+        *switches,
+    )
     with StoreClient.connect(up.url) as client:
         keys = [b"key-%02d" % number for number in range(24)]
         for key in keys:
@@ -76,10 +109,16 @@ def test_prefetch_says_what_came_of_it(nodes: Farm, tmp_path: Path, allowed: boo
 
 def test_without_the_secret_nothing_is_told(up: Process) -> None:
     result = run("ls", up.url, "--timeout-s", "1")
-    assert result.exit_code == 2 and "refused: wrong tenant or secret" in result.stderr and not result.stdout
+    assert (
+        result.exit_code == 2
+        and "refused: wrong tenant or secret" in result.stderr
+        and not result.stdout
+    )
 
 
-def test_fsck_says_what_is_wrong_and_what_would_be_cut(nodes: Farm, up: Process, tmp_path: Path) -> None:
+def test_fsck_says_what_is_wrong_and_what_would_be_cut(
+    nodes: Farm, up: Process, tmp_path: Path
+) -> None:
     secret = ("--secret-file", str(nodes.path / "secret"))
     file = tmp_path / "value"
     file.write_bytes(b"v" * 10_000)
@@ -95,7 +134,10 @@ def test_fsck_says_what_is_wrong_and_what_would_be_cut(nodes: Farm, up: Process,
     logs[0].write_bytes(bytes(data) + b"torn" * 100)
     result = run("fsck", str(nodes.path / "ssd"))
     assert result.exit_code == 1
-    assert "does not match its CRC32C" in result.stdout and "400 bytes of torn tail would be cut" in result.stdout
+    assert (
+        "does not match its CRC32C" in result.stdout
+        and "400 bytes of torn tail would be cut" in result.stdout
+    )
 
 
 @pytest.mark.parametrize(
@@ -116,7 +158,10 @@ def test_fsck_says_what_is_wrong_and_what_would_be_cut(nodes: Farm, up: Process,
         (("bench", "--peer", "memcached"), "allowed: redis, mooncake"),
         (("bench", "--tier", "tape"), "allowed: dram, ssd"),
         (("bench", "--serve", "demo"), "goes with --prefetch"),
-        (("bench", "--prefetch", "--serve", "demo", "--route", "off"), "allowed: staged, ticket, both"),
+        (
+            ("bench", "--prefetch", "--serve", "demo", "--route", "off"),
+            "allowed: staged, ticket, both",
+        ),
         (("bench", "--tls-cert", "cert.pem"), "belong together"),
     ],
     ids=lambda one: one if isinstance(one, str) else " ".join(one),
@@ -124,13 +169,21 @@ def test_fsck_says_what_is_wrong_and_what_would_be_cut(nodes: Farm, up: Process,
 def test_what_a_user_gets_wrong_is_one_line_and_status_2(args: tuple[str, ...], words: str) -> None:
     result = run(*args)
     assert result.exit_code == 2, result
-    assert words in result.stderr and len(result.stderr.strip().splitlines()) == 1 and result.stdout == ""
+    assert (
+        words in result.stderr
+        and len(result.stderr.strip().splitlines()) == 1
+        and result.stdout == ""
+    )
 
 
 def test_fsck_of_what_is_no_log_is_one_line_and_not_a_clean_one(tmp_path: Path) -> None:
     """With several masters the logs are one floor below."""
     result = run("fsck", str(tmp_path))
-    assert result.exit_code == 2 and "no holder's directory" in result.stderr and list(tmp_path.iterdir()) == []
+    assert (
+        result.exit_code == 2
+        and "no holder's directory" in result.stderr
+        and list(tmp_path.iterdir()) == []
+    )
     for master in ("a_7001", "b_7001"):
         SsdLog(Directory(tmp_path / master), 1 << 20).close()
         (tmp_path / master / "name").write_text("h\n")
@@ -144,7 +197,11 @@ def test_a_peer_that_is_not_installed_is_one_line(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(sys.modules, "mooncake", None)
     for name in ("redis", "mooncake"):
         result = run("bench", "--peer", name)
-        assert result.exit_code == 2 and f"--peer {name}" in result.stderr and "pip install" in result.stderr
+        assert (
+            result.exit_code == 2
+            and f"--peer {name}" in result.stderr
+            and "pip install" in result.stderr
+        )
         assert len(result.stderr.strip().splitlines()) == 1
 
 
@@ -156,18 +213,26 @@ def test_a_port_in_use_is_one_line(nodes: Farm) -> None:
 
 @pytest.mark.slow
 def test_the_bench_measures_and_says_so_in_json(tmp_path: Path) -> None:
-    result = run("bench", "--footprint", "16MiB", "--rounds", "1", "--directory", str(tmp_path), "--json")
+    result = run(
+        "bench", "--footprint", "16MiB", "--rounds", "1", "--directory", str(tmp_path), "--json"
+    )
     assert result.exit_code == 0, result.stderr
     rows = json.loads(result.stdout)["rows"]
     assert {row["op"] for row in rows} == {"put_from", "get_into", "get", "exists"}
-    assert {(row["where"], row["tier"]) for row in rows} == {("local", "dram"), ("tcp", "dram"), ("local", "ssd")}
+    assert {(row["where"], row["tier"]) for row in rows} == {
+        ("local", "dram"),
+        ("tcp", "dram"),
+        ("local", "ssd"),
+    }
     assert all(row["forebay"] > 0 and row["floor"] > 0 for row in rows)
 
 
 @pytest.mark.slow
 def test_the_bench_measures_tls_beside_tcp_without_it() -> None:
     tls = ("--tls-cert", str(CERTIFICATE), "--tls-key", str(KEY))
-    result = run("bench", *tls, "--sizes", "64KiB", "--footprint", "4MiB", "--rounds", "1", "--json")
+    result = run(
+        "bench", *tls, "--sizes", "64KiB", "--footprint", "4MiB", "--rounds", "1", "--json"
+    )
     rows = json.loads(result.stdout)["rows"]
     assert [(row["op"], row["batch"], row["where"]) for row in rows] == [
         ("put_from", 32, "tcp+tls"),
@@ -184,8 +249,14 @@ def test_the_bench_measures_a_peer_beside_us_in_the_same_run(name: str, tmp_path
     sizes = ("--sizes", "64KiB", "--footprint", "16MiB", "--rounds", "1", "--tier", "dram")
     result = run("bench", *sizes, "--peer", name, "--json")
     assert result.exit_code == 0, result.stderr
-    beside = {(row["op"], row["where"]): row["peers"].get(name, 0.0) for row in json.loads(result.stdout)["rows"] if row["peers"]}
-    assert {op for op, _ in beside} == {"put_from", "get_into", "get", "exists"} and all(figure > 0 for figure in beside.values())
+    beside = {
+        (row["op"], row["where"]): row["peers"].get(name, 0.0)
+        for row in json.loads(result.stdout)["rows"]
+        if row["peers"]
+    }
+    assert {op for op, _ in beside} == {"put_from", "get_into", "get", "exists"} and all(
+        figure > 0 for figure in beside.values()
+    )
 
 
 @pytest.mark.slow
@@ -204,7 +275,9 @@ def test_mooncake_gives_what_it_was_given() -> None:
             assert all(np.array_equal(source, buffer) for buffer in buffers)
 
 
-def test_a_store_that_does_not_say_anything_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_that_does_not_say_anything_is_not_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(bench, "_UP", "import time; time.sleep(1000)")
     monkeypatch.setattr(bench, "START_S", 0.2)
     with pytest.raises(bench.BenchError, match="did not start"), bench.store_process():

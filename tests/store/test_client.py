@@ -63,7 +63,9 @@ def wrong(client: StoreClient, keys: list[bytes], size: int = MIB) -> list[tuple
     ]
 
 
-def test_200_puts_of_1_mib_into_64_mib_with_ssd_are_all_stored_and_all_readable(nodes: Cluster, tmp_path: Path, local: bool) -> None:
+def test_200_puts_of_1_mib_into_64_mib_with_ssd_are_all_stored_and_all_readable(
+    nodes: Cluster, tmp_path: Path, local: bool
+) -> None:
     nodes.holder(64 * MIB, tmp_path)
     client = nodes.client(allow_local=local, timeout_s=30.0)
     keys = fill(client, 200)
@@ -80,32 +82,44 @@ def test_single_forms_raise_nothing(nodes: Cluster) -> None:
     assert client.get(b"k") == b"v" and client.get(b"none") is None and client.get(b"") is None
     assert client.put(b"big", bytes(9 * MIB)) is Status.NO_SPACE
     assert client.put(b"k", object()) is Status.INVALID  # type: ignore[arg-type]
-    assert client.remove([b"k", b"none"]) == [Status.OK, Status.NOT_FOUND] and client.get(b"k") is None
+    assert (
+        client.remove([b"k", b"none"]) == [Status.OK, Status.NOT_FOUND] and client.get(b"k") is None
+    )
     assert list(client.list()) == []
 
 
-def test_list_pages_through_everything_in_order(nodes: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_list_pages_through_everything_in_order(
+    nodes: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("forebay.store.client.one_master.LIST_PAGE", 7)
     nodes.holder()
     client = nodes.client()
     keys = fill(client, 40, size=100)
-    assert list(client.list(b"k-1")) == [(key, 100) for key in sorted(keys) if key.startswith(b"k-1")]
+    assert list(client.list(b"k-1")) == [
+        (key, 100) for key in sorted(keys) if key.startswith(b"k-1")
+    ]
     assert [key for key, _ in client.list()] == sorted(keys)
 
 
-def test_a_client_on_this_machine_copies_out_of_the_holders_memory_but_cannot_write_there(nodes: Cluster) -> None:
+def test_a_client_on_this_machine_copies_out_of_the_holders_memory_but_cannot_write_there(
+    nodes: Cluster,
+) -> None:
     import mmap
 
     holder = nodes.holder()
     client = nodes.client()
     client.put(b"k", b"value")
     sent = holder.data.bytes_out
-    assert client.get(b"k") == b"value" and holder.data.bytes_out == sent, "no byte went through a socket"
+    assert client.get(b"k") == b"value" and holder.data.bytes_out == sent, (
+        "no byte went through a socket"
+    )
     with pytest.raises(PermissionError):
         mmap.mmap(holder.segment.fd, holder.segment.capacity)
 
 
-def test_a_restarted_holder_has_its_log_and_a_restarted_master_everything(tmp_path: Path, local: bool) -> None:
+def test_a_restarted_holder_has_its_log_and_a_restarted_master_everything(
+    tmp_path: Path, local: bool
+) -> None:
     with cluster(quick(lease_s=1.0)) as nodes:
         holder = nodes.holder(32 * MIB, tmp_path)
         client = nodes.client(allow_local=local)
@@ -113,7 +127,10 @@ def test_a_restarted_holder_has_its_log_and_a_restarted_master_everything(tmp_pa
         assert client.remove(keys[:2]) == [Status.OK] * 2
         nodes.stop_master()
         nodes.start_master()
-        wait_for(lambda: client.exists(keys) == [False] * 2 + [True] * 8, what="the master has it all again")
+        wait_for(
+            lambda: client.exists(keys) == [False] * 2 + [True] * 8,
+            what="the master has it all again",
+        )
         assert all(MEMORY in tier for tier in client.tiers(keys[2:]))
         assert wrong(client, keys[2:]) == []
         nodes.stop_holder(holder)
@@ -174,7 +191,9 @@ def test_a_holder_that_does_not_answer_is_passed_over_within_250_ms(nodes: Clust
     trap.close()
 
 
-def test_a_flipped_bit_on_disk_is_a_miss_and_never_a_wrong_byte(tmp_path: Path, local: bool) -> None:
+def test_a_flipped_bit_on_disk_is_a_miss_and_never_a_wrong_byte(
+    tmp_path: Path, local: bool
+) -> None:
     with cluster(quick(lease_s=1.0)) as nodes:
         nodes.holder(4 * MIB, tmp_path)
         client = nodes.client(allow_local=local, timeout_s=10.0)
@@ -204,7 +223,9 @@ class Hiccup(Directory):
         return super().read(fd, into, at)
 
 
-def test_what_could_not_be_read_for_a_moment_does_not_come_back_after_a_restart(tmp_path: Path) -> None:
+def test_what_could_not_be_read_for_a_moment_does_not_come_back_after_a_restart(
+    tmp_path: Path,
+) -> None:
     """Nobody has it any more, so nobody will tell the log of its removal."""
     files = Hiccup(tmp_path)
     with cluster(quick()) as nodes:
@@ -223,7 +244,9 @@ def test_what_could_not_be_read_for_a_moment_does_not_come_back_after_a_restart(
         assert client.exists([b"k"]) == [False] and client.get(b"k") is None
 
 
-def test_what_could_not_be_read_for_a_moment_is_logged_anew_while_memory_has_it(tmp_path: Path) -> None:
+def test_what_could_not_be_read_for_a_moment_is_logged_anew_while_memory_has_it(
+    tmp_path: Path,
+) -> None:
     files = Hiccup(tmp_path)
     with cluster(quick()) as nodes:
         holder = nodes.holder(4 * MIB, tmp_path, files=files)
@@ -235,7 +258,11 @@ def test_what_could_not_be_read_for_a_moment_is_logged_anew_while_memory_has_it(
         files.ill = True
         assert nodes.do(holder._reads.read(held.tenant, held.key, held.generation)) is None
         files.ill = False
-        wait_for(lambda: holder.log is not None and holder.log.has(held.tenant, held.key, held.generation))
+        wait_for(
+            lambda: (
+                holder.log is not None and holder.log.has(held.tenant, held.key, held.generation)
+            )
+        )
         wait_for(lambda: client.tiers([b"k"]) == [{MEMORY, SSD}])
         nodes.stop_holder(holder)
         nodes.holder(4 * MIB, tmp_path)
@@ -248,7 +275,11 @@ def test_a_full_disk_leaves_a_memory_store_that_says_so_and_recovers(tmp_path: P
         holder = nodes.holder(8 * MIB, tmp_path, files=files)
         client = nodes.client(timeout_s=10.0)
         fill(client, 3, prefix=b"before")
-        wait_for(lambda: all(SSD in tier for tier in client.tiers([b"before-0", b"before-1", b"before-2"])))
+        wait_for(
+            lambda: all(
+                SSD in tier for tier in client.tiers([b"before-0", b"before-1", b"before-2"])
+            )
+        )
         files.error = 28
         state = lambda: client.holders().holders[0].ssd_state  # noqa: E731
         client.put(b"during", value(b"during"))
@@ -262,7 +293,9 @@ def test_a_full_disk_leaves_a_memory_store_that_says_so_and_recovers(tmp_path: P
         assert holder.log is not None
 
 
-def test_a_holder_on_a_full_disk_meets_a_new_one_and_remembers_it_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_holder_on_a_full_disk_meets_a_new_one_and_remembers_it_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(file: Path, text: str) -> None:
         if file.name == "peers":
             raise OSError(errno.ENOSPC, "No space left on device")
@@ -278,11 +311,16 @@ def test_a_holder_on_a_full_disk_meets_a_new_one_and_remembers_it_later(tmp_path
             assert first.serving and client.put(b"k", b"v") is Status.OK
             assert not (tmp_path / "first" / "peers").exists()
         wait_for(
-            lambda: (tmp_path / "first" / "peers").exists() and (tmp_path / "first" / "peers").read_text().split() == [second.name]
+            lambda: (
+                (tmp_path / "first" / "peers").exists()
+                and (tmp_path / "first" / "peers").read_text().split() == [second.name]
+            )
         )
 
 
-def test_fsync_always_answers_a_put_only_when_it_is_in_the_log(nodes: Cluster, tmp_path: Path, local: bool) -> None:
+def test_fsync_always_answers_a_put_only_when_it_is_in_the_log(
+    nodes: Cluster, tmp_path: Path, local: bool
+) -> None:
     holder = nodes.holder(8 * MIB, tmp_path, fsync=Fsync.ALWAYS)
     client = nodes.client(allow_local=local)
     for index in range(5):
@@ -308,8 +346,15 @@ def test_tenants_are_bound_to_their_secret_and_see_only_their_own(tmp_path: Path
         assert alice.put(b"k", b"alice's") is Status.OK and bob.put(b"k", b"bob's...") is Status.OK
         assert alice.get(b"k") == b"alice's" and bob.get(b"k") == b"bob's..."
         assert bob.remove([b"k"]) == [Status.OK] and alice.get(b"k") == b"alice's"
-        assert alice.masters[0]._holders.known(1).segment is None, "several tenants: nobody gets the segment"  # type: ignore[union-attr]
-        for tenant, secret in (("alice", "builder"), ("carol", "wonder"), ("alice", ""), ("@holder", "inside")):
+        assert alice.masters[0]._holders.known(1).segment is None, (
+            "several tenants: nobody gets the segment"
+        )  # type: ignore[union-attr]
+        for tenant, secret in (
+            ("alice", "builder"),
+            ("carol", "wonder"),
+            ("alice", ""),
+            ("@holder", "inside"),
+        ):
             with pytest.raises(ConnectionError):
                 StoreClient.connect(nodes.url, tenant, secret, timeout_s=1.0)
 
@@ -389,9 +434,13 @@ def cold_keys(nodes: Cluster, client: StoreClient, path: Path) -> list[bytes]:
     return cold[:6]
 
 
-def test_prefetch_on_exist_brings_keys_to_memory_between_probe_and_read(tmp_path: Path, local: bool) -> None:
+def test_prefetch_on_exist_brings_keys_to_memory_between_probe_and_read(
+    tmp_path: Path, local: bool
+) -> None:
     with cluster(prefetching()) as nodes:
-        client = nodes.client(allow_local=local, prefetch=PrefetchOptions(enabled=True), timeout_s=20.0)
+        client = nodes.client(
+            allow_local=local, prefetch=PrefetchOptions(enabled=True), timeout_s=20.0
+        )
         cold = cold_keys(nodes, client, tmp_path)
         assert client.exists(cold, prefetch=True) == [True] * len(cold)
         wait_for(lambda: all(MEMORY in tier for tier in client.tiers(cold)), what="promoted")
@@ -399,7 +448,9 @@ def test_prefetch_on_exist_brings_keys_to_memory_between_probe_and_read(tmp_path
         assert client.stats().counters["promoted_prefetch"] == len(cold)
 
 
-@pytest.mark.parametrize("hint, enabled, master_on", [(False, True, True), (True, False, True), (True, True, False)])
+@pytest.mark.parametrize(
+    "hint, enabled, master_on", [(False, True, True), (True, False, True), (True, True, False)]
+)
 def test_negative_control_without_the_hint_or_the_switches_nothing_moves(
     tmp_path: Path, hint: bool, enabled: bool, master_on: bool
 ) -> None:
@@ -429,10 +480,14 @@ def test_a_thousand_probes_promote_once(tmp_path: Path) -> None:
 
 def test_a_get_waits_for_its_promotion_when_it_may(tmp_path: Path) -> None:
     with cluster(prefetching()) as nodes:
-        client = nodes.client(prefetch=PrefetchOptions(enabled=True, get_wait_ms=5000.0), timeout_s=20.0)
+        client = nodes.client(
+            prefetch=PrefetchOptions(enabled=True, get_wait_ms=5000.0), timeout_s=20.0
+        )
         cold = cold_keys(nodes, client, tmp_path)
         assert wrong(client, cold[:3]) == []
-        assert all(MEMORY in tier for tier in client.tiers(cold[:3])), "it asked for them itself, and waited"
+        assert all(MEMORY in tier for tier in client.tiers(cold[:3])), (
+            "it asked for them itself, and waited"
+        )
 
 
 def test_promotion_on_hit_admits_what_is_read_again(tmp_path: Path) -> None:
@@ -441,7 +496,9 @@ def test_promotion_on_hit_admits_what_is_read_again(tmp_path: Path) -> None:
         cold = cold_keys(nodes, client, tmp_path)
         client.remove([key for key, _ in client.list() if key not in cold])
         wait_for(lambda: client.stats().memory_used < 8 * MIB)
-        assert wrong(client, cold[:1]) == [] and client.stats().counters.get("promoted_hit", 0) == 0, "once is not enough"
+        assert (
+            wrong(client, cold[:1]) == [] and client.stats().counters.get("promoted_hit", 0) == 0
+        ), "once is not enough"
         assert wrong(client, cold[:1]) == []
         wait_for(lambda: MEMORY in client.tiers(cold[:1])[0])
         assert wrong(client, cold[:1]) == []
@@ -450,7 +507,9 @@ def test_promotion_on_hit_admits_what_is_read_again(tmp_path: Path) -> None:
 def test_lent_memory_is_read_by_the_holder_itself(nodes: Cluster) -> None:
     nodes.holder(dram=64 * MIB)
     lent, memory = lendable("test", 32 * MIB)
-    pages = [memoryview(memory)[index * MIB : (index + 1) * MIB] for index in range(20)]  # more than are pointed out at a time
+    pages = [
+        memoryview(memory)[index * MIB : (index + 1) * MIB] for index in range(20)
+    ]  # more than are pointed out at a time
     keys = [b"lent-%d" % index for index in range(len(pages))]
     for key, page in zip(keys, pages, strict=True):
         page[:] = value(key)
@@ -459,8 +518,12 @@ def test_lent_memory_is_read_by_the_holder_itself(nodes: Cluster) -> None:
         assert not wrong(client, keys)
         (peer,) = client.masters[0]._holders._peers.values()
         (channel,) = peer.pool._idle
-        assert isinstance(channel, LocalChannel) and not channel.staging.any(), "nothing went through the memory between them"
-        assert client.put_from([b"x", b"y"], [pages[0], value(b"y")]) == [Status.OK] * 2, "one of them is not lent"
+        assert isinstance(channel, LocalChannel) and not channel.staging.any(), (
+            "nothing went through the memory between them"
+        )
+        assert client.put_from([b"x", b"y"], [pages[0], value(b"y")]) == [Status.OK] * 2, (
+            "one of them is not lent"
+        )
         assert client.get(b"x") == value(keys[0]) and client.get(b"y") == value(b"y")
     os.close(lent.fd)
 

@@ -10,7 +10,9 @@ from forebay.store.client.channel import Channel
 from forebay.store.client.holders import Pool
 
 
-def test_connections_of_a_crowd_are_closed_once_one_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_connections_of_a_crowd_are_closed_once_one_is_enough(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     made: list[tuple[socket.socket, socket.socket]] = []
 
     def connect(_: float) -> Channel:

@@ -28,9 +28,13 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 24 MiB of its own, which can really be full."""
     where = tmp_path / "disk"
     where.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24m", "forebay-test", str(where)], capture_output=True)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=24m", "forebay-test", str(where)], capture_output=True
+    )
     if mounted.returncode:
-        pytest.skip(f"a full disk needs a file system of its own, and this user cannot mount one: {mounted.stderr.decode().strip()}")
+        pytest.skip(
+            f"a full disk needs a file system of its own, and this user cannot mount one: {mounted.stderr.decode().strip()}"
+        )
     try:
         yield where
     finally:
@@ -58,7 +62,9 @@ class Disease:
         self.heal = heal
 
 
-def survives_a_broken_disk(master: Process, holder: Process, nodes: Farm, disease: Disease, words: str) -> None:
+def survives_a_broken_disk(
+    master: Process, holder: Process, nodes: Farm, disease: Disease, words: str
+) -> None:
     """Stored and read throughout, removals not acknowledged meanwhile, a clear state, well again within 5 s, and a kill -9 after
     that costs nothing durable and brings back nothing removed."""
     with StoreClient.connect(master.url, timeout_s=0.5) as client, Traffic(master.url) as traffic:
@@ -71,14 +77,22 @@ def survives_a_broken_disk(master: Process, holder: Process, nodes: Farm, diseas
         wait_for(struck, 20.0, f"the state says {words!r}")
         wait_for(traffic.progress(), what="puts and reads go on in DRAM alone")
         wait_for(lambda: stored(client, b"during"), RECOVERY_S)
-        assert client.get(b"during") in (value(b"during"), None), "evicted as in a plain cache, or itself"
+        assert client.get(b"during") in (value(b"during"), None), (
+            "evicted as in a plain cache, or itself"
+        )
         meanwhile = set(traffic.stored)
         disease.heal()
         wait_for(lambda: state(client) == "ok", RECOVERY_S, "well again")
-        wait_for(lambda: there(client, meanwhile) <= durable(client, meanwhile), RECOVERY_S, "what DRAM still has of it is logged")
+        wait_for(
+            lambda: there(client, meanwhile) <= durable(client, meanwhile),
+            RECOVERY_S,
+            "what DRAM still has of it is logged",
+        )
         unlogged = client.stats().counters.get("evicted_unlogged", 0)
         wait_for(traffic.progress(), what="traffic goes on")
-        assert client.stats().counters.get("evicted_unlogged", 0) == unlogged, "while the disk works nothing goes before it is logged"
+        assert client.stats().counters.get("evicted_unlogged", 0) == unlogged, (
+            "while the disk works nothing goes before it is logged"
+        )
     with StoreClient.connect(master.url) as client:
         # Nothing is put any more that it would have to make room for, in DRAM or in the log: under traffic both turn over in a second.
         wait_for(lambda: stored(client, b"after"), RECOVERY_S)
@@ -92,7 +106,17 @@ def survives_a_broken_disk(master: Process, holder: Process, nodes: Farm, diseas
 
 def test_a_disk_that_is_really_full(small_disk: Path, nodes: Farm) -> None:
     master = nodes.master("--put-wait-s", "0.5")
-    holder = nodes.run("holder", "--master", master.url, "--dram", "16MiB", "--ssd", str(small_disk / "log"), "--ssd-size", "16MiB")
+    holder = nodes.run(
+        "holder",
+        "--master",
+        master.url,
+        "--dram",
+        "16MiB",
+        "--ssd",
+        str(small_disk / "log"),
+        "--ssd-size",
+        "16MiB",
+    )
     ballast = small_disk / "ballast"
 
     def fill() -> None:
@@ -121,8 +145,13 @@ files.Directory.write = write
 """
 
 
-@pytest.mark.parametrize("code, words", [(5, "Input/output error"), pytest.param(28, "No space left", marks=pytest.mark.slow)])
-def test_a_disk_whose_writes_fail_half_way(nodes: Farm, tmp_path: Path, code: int, words: str) -> None:
+@pytest.mark.parametrize(
+    "code, words",
+    [(5, "Input/output error"), pytest.param(28, "No space left", marks=pytest.mark.slow)],
+)
+def test_a_disk_whose_writes_fail_half_way(
+    nodes: Farm, tmp_path: Path, code: int, words: str
+) -> None:
     sick = tmp_path / "sick"
     nodes.prelude = FAILING_DISK.format(sick=str(sick), code=code)
     master = nodes.master("--put-wait-s", "0.5")
@@ -130,7 +159,9 @@ def test_a_disk_whose_writes_fail_half_way(nodes: Farm, tmp_path: Path, code: in
     survives_a_broken_disk(master, holder, nodes, Disease(sick.touch, sick.unlink), words)
 
 
-def test_bits_that_flip_on_disk_are_misses_and_never_wrong_bytes(nodes: Farm, tmp_path: Path) -> None:
+def test_bits_that_flip_on_disk_are_misses_and_never_wrong_bytes(
+    nodes: Farm, tmp_path: Path
+) -> None:
     """In values, heads and tombstones, under a running holder and before it starts; the neighbours are fine, what is removed
     stays so, and what is put again stays."""
     master = nodes.master()
@@ -149,7 +180,9 @@ def test_bits_that_flip_on_disk_are_misses_and_never_wrong_bytes(nodes: Farm, tm
         flip(tmp_path / "h", value(b"key-01")[:64], -4096 + 20)  # its head block
         holder = nodes.again(holder)
         wait_for(lambda: client.exists([b"key-02"]) == [True], RECOVERY_S)
-        assert client.tiers([b"key-02"]) == [{Tier.SSD}], "nothing is in DRAM that could answer instead of the disk"
+        assert client.tiers([b"key-02"]) == [{Tier.SSD}], (
+            "nothing is in DRAM that could answer instead of the disk"
+        )
         flip(tmp_path / "h", value(b"key-02")[:64], 1)  # under the running holder
         damaged = {b"key-00", b"key-01", b"key-02"}
         for key in damaged:
@@ -195,7 +228,9 @@ YEARS = 365 * 86400
 
 
 @pytest.mark.slow
-def test_a_wall_clock_that_jumps_under_running_and_restarted_processes(nodes: Farm, tmp_path: Path) -> None:
+def test_a_wall_clock_that_jumps_under_running_and_restarted_processes(
+    nodes: Farm, tmp_path: Path
+) -> None:
     clock = tmp_path / "clock"
     nodes.prelude = OTHER_CLOCK.format(clock=str(clock))
     master = nodes.master()
@@ -211,7 +246,9 @@ def test_a_wall_clock_that_jumps_under_running_and_restarted_processes(nodes: Fa
             master = nodes.again(master)
             wait_for(traffic.progress(), RECOVERY_S, "nor do restarted ones")
             assert client.get(b"replaced") == b"of %d" % jump
-        assert client.put(b"replaced", b"at last") is Status.OK, "a put under a clock that went back still is the newest"
+        assert client.put(b"replaced", b"at last") is Status.OK, (
+            "a put under a clock that went back still is the newest"
+        )
         wait_for(lambda: durable(client, {b"replaced"}), RECOVERY_S)
         safe = durable(client, traffic.stored)
         holder.kill()

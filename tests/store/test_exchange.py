@@ -24,13 +24,17 @@ def ends() -> Iterator[tuple[Channel, socket.socket]]:
 
 
 def _ask(channel: Channel, hurry: bool, seconds: float = 10.0) -> Codes:
-    answer = channel.ask(AskStats(1), decode_master_to_client, time.monotonic() + seconds, hurry=hurry)
+    answer = channel.ask(
+        AskStats(1), decode_master_to_client, time.monotonic() + seconds, hurry=hurry
+    )
     assert isinstance(answer, Codes)
     return answer
 
 
 @pytest.mark.parametrize("hurry", [False, True])
-def test_an_answer_is_had_at_once_and_after_looking_in_vain(ends: tuple[Channel, socket.socket], hurry: bool) -> None:
+def test_an_answer_is_had_at_once_and_after_looking_in_vain(
+    ends: tuple[Channel, socket.socket], hurry: bool
+) -> None:
     channel, peer = ends
     question = encode(AskStats(1))
     peer.sendall(ANSWER)
@@ -53,7 +57,9 @@ def test_an_answer_is_had_at_once_and_after_looking_in_vain(ends: tuple[Channel,
 
 
 @pytest.mark.parametrize("hurry", [False, True])
-def test_no_answer_is_a_time_out_and_a_closed_peer_an_error(ends: tuple[Channel, socket.socket], hurry: bool) -> None:
+def test_no_answer_is_a_time_out_and_a_closed_peer_an_error(
+    ends: tuple[Channel, socket.socket], hurry: bool
+) -> None:
     channel, peer = ends
     with pytest.raises(TimeoutError):
         _ask(channel, hurry, 0.05)

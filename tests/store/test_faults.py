@@ -19,7 +19,16 @@ from forebay.store.master import server as master_server
 from forebay.store.master.records import MasterConfig
 from tests.store.store_cluster import cluster, wait_for
 from tests.store.store_process import Farm, farm
-from tests.store.store_traffic import RECOVERY_S, SIZE, Traffic, all_usable, assert_whole, durable, logged_everywhere, value
+from tests.store.store_traffic import (
+    RECOVERY_S,
+    SIZE,
+    Traffic,
+    all_usable,
+    assert_whole,
+    durable,
+    logged_everywhere,
+    value,
+)
 
 
 @pytest.fixture
@@ -36,7 +45,9 @@ def test_a_killed_holder_comes_back_with_all_that_was_durable(nodes: Farm) -> No
         safe = durable(client, traffic.stored)
         assert len(safe) > 10
         holder.kill()
-        wait_for(lambda: not any(client.exists(sorted(safe))), RECOVERY_S, "the loss is seen at once")
+        wait_for(
+            lambda: not any(client.exists(sorted(safe))), RECOVERY_S, "the loss is seen at once"
+        )
         nodes.again(holder)
         wait_for(traffic.progress(), RECOVERY_S, "traffic goes on by itself")
     with StoreClient.connect(master.url) as client:
@@ -112,7 +123,9 @@ def test_a_key_removed_while_a_holder_is_down_stays_removed_when_it_returns(node
         assert_whole(client, keys - {b"key-0"}, {b"key-0"})
 
 
-def test_a_holder_stopped_for_longer_than_a_lease_serves_nothing_old_when_it_goes_on(nodes: Farm) -> None:
+def test_a_holder_stopped_for_longer_than_a_lease_serves_nothing_old_when_it_goes_on(
+    nodes: Farm,
+) -> None:
     master = nodes.master()
     holder = nodes.holder(master, "h", "16MiB")
     with StoreClient.connect(master.url, timeout_s=1.0) as client, Traffic(master.url) as traffic:
@@ -128,7 +141,9 @@ def test_a_holder_stopped_for_longer_than_a_lease_serves_nothing_old_when_it_goe
 
 
 @pytest.mark.slow
-def test_a_removal_does_not_wait_for_a_stopped_holder_for_ever_and_lasts_when_it_goes_on(nodes: Farm) -> None:
+def test_a_removal_does_not_wait_for_a_stopped_holder_for_ever_and_lasts_when_it_goes_on(
+    nodes: Farm,
+) -> None:
     master = nodes.master()
     stopped = nodes.holder(master, "h1")
     with StoreClient.connect(master.url, timeout_s=2.0) as client:
@@ -138,7 +153,9 @@ def test_a_removal_does_not_wait_for_a_stopped_holder_for_ever_and_lasts_when_it
         wait_for(lambda: all_usable(client, 2))
         stopped.stop()
         assert client.remove([b"gone"]) == [Status.TIMEOUT]
-        wait_for(lambda: client.stats().counters.get("holder_lost") == 1, 30.0, "it is taken for gone")
+        wait_for(
+            lambda: client.stats().counters.get("holder_lost") == 1, 30.0, "it is taken for gone"
+        )
         stopped.resume()
         assert_whole(client, set(), {b"gone"})
         wait_for(lambda: all_usable(client, 2), RECOVERY_S)
@@ -181,7 +198,9 @@ def run_dying(code: str, *args: str) -> None:
 
 
 @pytest.mark.parametrize("way", ["local", "tcp"])
-def test_a_writer_killed_between_data_and_end_leaves_nothing_and_blocks_nobody(nodes: Farm, way: str) -> None:
+def test_a_writer_killed_between_data_and_end_leaves_nothing_and_blocks_nobody(
+    nodes: Farm, way: str
+) -> None:
     master = nodes.master()
     nodes.holder(master)
     with StoreClient.connect(master.url) as client:
@@ -214,24 +233,32 @@ def test_a_terminated_holder_writes_what_its_log_has_not_got_yet(nodes: Farm) ->
     with StoreClient.connect(master.url) as client:
         wait_for(lambda: client.put(b"warm", b"up") in (Status.OK, Status.EXISTS))
         keys = {b"key-%d" % index for index in range(100)}
-        assert set(client.put_from(sorted(keys), [value(key) for key in sorted(keys)])) == {Status.OK}
+        assert set(client.put_from(sorted(keys), [value(key) for key in sorted(keys)])) == {
+            Status.OK
+        }
         holder.end()
         nodes.again(holder)
         assert_whole(client, keys, set())
 
 
-def test_a_wall_clock_that_jumps_back_by_years_costs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wall_clock_that_jumps_back_by_years_costs_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Leases run on monotonic clocks, and generations rise above every inventory's whatever the wall clock says."""
     with cluster(MasterConfig(settle_s=0.0)) as nodes:
         nodes.holder(16 << 20, tmp_path)
         client = nodes.client()
-        assert client.put(b"old", value(b"old")) is Status.OK and client.remove([b"old"]) == [Status.OK]
+        assert client.put(b"old", value(b"old")) is Status.OK and client.remove([b"old"]) == [
+            Status.OK
+        ]
         assert client.put(b"k", b"first") is Status.OK
         assert nodes.master is not None
         before = nodes.master.machine.state.next_generation
         nodes.stop_master()
         real = time.time_ns
-        monkeypatch.setattr(master_server.time, "time_ns", lambda: real() - 10 * 365 * 86400 * 10**9)
+        monkeypatch.setattr(
+            master_server.time, "time_ns", lambda: real() - 10 * 365 * 86400 * 10**9
+        )
         nodes.start_master()
         wait_for(lambda: client.get(b"k") == b"first")
         assert client.put(b"k", b"second") is Status.OK

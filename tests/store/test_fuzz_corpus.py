@@ -35,14 +35,18 @@ async def replay(path: Path, promotes: bool) -> dict[str, int]:
     return counts
 
 
-def test_canary_a_holder_that_takes_any_token_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_canary_a_holder_that_takes_any_token_is_found_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(data, "room_token", lambda *_: b"anything")
     piece = Piece(b"k", (1 << 62) + 1, 0, 5, crc32c(b"wrong"), b"anything")
     with pytest.raises(AssertionError, match="good tenant"):
         asyncio.run(overwrite(tmp_path, encode(Write(1, [piece]), 5) + b"wrong"))
 
 
-def test_canary_a_master_that_believes_anything_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_canary_a_master_that_believes_anything_is_found_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(claims, "highest", lambda _: 0)
     monkeypatch.setattr(fuzz_frames, "SERVES_AGAIN_S", 0.5)
     with pytest.raises(AssertionError):

@@ -17,7 +17,15 @@ from forebay.store.fsck import check
 from forebay.store.holder import writer
 from forebay.store.holder.log.files import Directory, Lock, aligned_buffer
 from forebay.store.holder.log.log import Item, LogFull, SsdLog
-from forebay.store.holder.log.record import BLOCK_BYTES, Head, Kind, RecordError, padded, read_head, write_head
+from forebay.store.holder.log.record import (
+    BLOCK_BYTES,
+    Head,
+    Kind,
+    RecordError,
+    padded,
+    read_head,
+    write_head,
+)
 from forebay.store.holder.log.scan import Damage, Found, scan
 from forebay.store.holder.memory import Entry
 from forebay.store.holder.node import Holder, HolderConfig, HolderError, not_being_buried
@@ -66,7 +74,11 @@ def reopened(log: SsdLog, path: Path, capacity: int = 1 << 30) -> SsdLog:
 def test_records_are_read_back_before_and_after_a_restart(tmp_path: Path) -> None:
     log = SsdLog(Directory(tmp_path), 1 << 30)
     values = {b"k%d" % index: os.urandom(1 + index * 5000) for index in range(20)}
-    assert all(log.append([item(key, value, index + 1) for index, (key, value) in enumerate(values.items())]))
+    assert all(
+        log.append(
+            [item(key, value, index + 1) for index, (key, value) in enumerate(values.items())]
+        )
+    )
     for again in range(2):
         for index, (key, value) in enumerate(values.items()):
             assert read(log, key, index + 1) == value, (again, key)
@@ -88,9 +100,13 @@ def test_a_head_is_refused_for_every_flipped_byte() -> None:
         block[at] ^= 1
 
 
-def test_a_removed_key_does_not_come_back_and_a_replaced_one_not_with_old_bytes(tmp_path: Path) -> None:
+def test_a_removed_key_does_not_come_back_and_a_replaced_one_not_with_old_bytes(
+    tmp_path: Path,
+) -> None:
     log = SsdLog(Directory(tmp_path), 1 << 30)
-    log.append([item(b"gone", b"x" * 100, 1), item(b"new", b"old" * 50, 2), item(b"stays", b"s", 3)])
+    log.append(
+        [item(b"gone", b"x" * 100, 1), item(b"new", b"old" * 50, 2), item(b"stays", b"s", 3)]
+    )
     log.bury([Grave(TENANT, b"gone", 1)], [])
     log.append([item(b"new", b"fresh", 4)])
     log.bury([Grave(TENANT, b"new", 2)], [])
@@ -129,7 +145,9 @@ def test_a_torn_tail_is_cut_and_everything_before_it_kept(tmp_path: Path, cut: i
     file = next(tmp_path.glob("*.log"))
     os.truncate(file, file.stat().st_size - cut)
     log = SsdLog(Directory(tmp_path), 1 << 30)
-    assert [read(log, b"k%d" % index, index + 1) is not None for index in range(5)] == [True] * 4 + [False]
+    assert [read(log, b"k%d" % index, index + 1) is not None for index in range(5)] == [
+        True
+    ] * 4 + [False]
     assert log.cut_bytes > 0 and file.stat().st_size == 4 * (BLOCK_BYTES + padded(9000))
     log.close()
 
@@ -186,7 +204,11 @@ def test_a_flipped_bit_in_a_value_is_a_miss_and_its_neighbours_are_fine(tmp_path
     data[BLOCK_BYTES + padded(9000) + BLOCK_BYTES + 4000] ^= 4
     file.write_bytes(data)
     log = SsdLog(Directory(tmp_path), 1 << 30)
-    assert [read(log, b"k%d" % index, index + 1) is not None for index in range(3)] == [True, False, True]
+    assert [read(log, b"k%d" % index, index + 1) is not None for index in range(3)] == [
+        True,
+        False,
+        True,
+    ]
     assert not log.has(TENANT, b"k1", 2), "it is not listed any more"
     log.close()
 
@@ -205,12 +227,18 @@ def test_a_damaged_head_hides_its_record_but_not_those_behind_it(tmp_path: Path)
     files.close(fd)
     assert [type(one) for one in found] == [Found, Damage, Found]
     log = SsdLog(files, 1 << 30)
-    assert [read(log, b"k%d" % index, index + 1) is not None for index in range(3)] == [True, False, True]
+    assert [read(log, b"k%d" % index, index + 1) is not None for index in range(3)] == [
+        True,
+        False,
+        True,
+    ]
     log.close()
 
 
 @pytest.mark.parametrize("from_, to", [(1, 2), (1, 3), (0, 3)])
-def test_a_part_that_cannot_be_read_hides_its_records_and_destroys_nothing(tmp_path: Path, from_: int, to: int) -> None:
+def test_a_part_that_cannot_be_read_hides_its_records_and_destroys_nothing(
+    tmp_path: Path, from_: int, to: int
+) -> None:
     """Of three records those from ``from_`` to before ``to``."""
 
     class Sick(Directory):
@@ -227,17 +255,23 @@ def test_a_part_that_cannot_be_read_hides_its_records_and_destroys_nothing(tmp_p
     log.close()
     files = Sick(tmp_path)
     log = SsdLog(files, 1 << 30)
-    assert [log.has(TENANT, b"k%d" % index, index + 1) for index in range(3)] == [not from_ <= index < to for index in range(3)]
+    assert [log.has(TENANT, b"k%d" % index, index + 1) for index in range(3)] == [
+        not from_ <= index < to for index in range(3)
+    ]
     log.append([item(b"new", b"n", 4)])
     log.close()
     files.ill = False
     log = SsdLog(files, 1 << 30)
-    assert [read(log, b"k%d" % index, index + 1) for index in range(3)] == [bytes([index]) * 9000 for index in range(3)]
+    assert [read(log, b"k%d" % index, index + 1) for index in range(3)] == [
+        bytes([index]) * 9000 for index in range(3)
+    ]
     assert read(log, b"new", 4) == b"n"
     log.close()
 
 
-def test_the_size_is_kept_by_whole_files_in_order_of_use_and_hot_records_are_moved(tmp_path: Path) -> None:
+def test_the_size_is_kept_by_whole_files_in_order_of_use_and_hot_records_are_moved(
+    tmp_path: Path,
+) -> None:
     capacity = 32 * MIB
     log = SsdLog(Directory(tmp_path), capacity)
     lost: list[bytes] = []
@@ -249,7 +283,9 @@ def test_the_size_is_kept_by_whole_files_in_order_of_use_and_hot_records_are_mov
         assert log.append([item(b"k%02d" % index, value, index + 1)]) == [True]
         assert log.used_bytes <= capacity
         read(log, b"k00", 1)
-    assert read(log, b"k00", 1) == bytes(MIB - BLOCK_BYTES), "read all the time: moved from file to file"
+    assert read(log, b"k00", 1) == bytes(MIB - BLOCK_BYTES), (
+        "read all the time: moved from file to file"
+    )
     assert lost == sorted(lost) and len(lost) >= 28, "the others went in order of age"
     assert all(read(log, key, int(key[1:]) + 1) is None for key in lost)
     kept = sorted(entry.key for entry in log.entries())
@@ -269,7 +305,9 @@ def test_a_tombstone_outlives_its_file_while_an_older_record_may_remain(tmp_path
     log.append([item(b"pad3", bytes(2 * MIB), 4)])
     read(log, b"pad1", 2)
     log.make_room(4 * MIB, [])
-    assert not log.has(TENANT, b"pad2", 3) and log.has(TENANT, b"pad1", 2), "the file of the tombstone was evicted before the record's"
+    assert not log.has(TENANT, b"pad2", 3) and log.has(TENANT, b"pad1", 2), (
+        "the file of the tombstone was evicted before the record's"
+    )
     log = reopened(log, tmp_path, 12 * MIB)
     assert not log.has(TENANT, b"victim", 1)
     log.close()
@@ -277,7 +315,9 @@ def test_a_tombstone_outlives_its_file_while_an_older_record_may_remain(tmp_path
 
 @pytest.mark.parametrize("at", [0, BLOCK_BYTES, 2 * BLOCK_BYTES, 3 * BLOCK_BYTES])
 @pytest.mark.parametrize("behind", [0, 1])
-def test_damage_to_one_place_of_a_tombstone_brings_nothing_back(tmp_path: Path, at: int, behind: int) -> None:
+def test_damage_to_one_place_of_a_tombstone_brings_nothing_back(
+    tmp_path: Path, at: int, behind: int
+) -> None:
     log = SsdLog(Directory(tmp_path), 1 << 30)
     log.append([item(b"removed", b"r" * 100, 1)])
     start = log.used_bytes
@@ -289,12 +329,18 @@ def test_damage_to_one_place_of_a_tombstone_brings_nothing_back(tmp_path: Path, 
     data[start + at + 5] ^= 4
     file.write_bytes(data)
     log = SsdLog(Directory(tmp_path), 1 << 30)
-    assert log.cut_bytes and not log.has(TENANT, b"removed", 1) and log.has(TENANT, b"more", 2) is bool(behind)
+    assert (
+        log.cut_bytes
+        and not log.has(TENANT, b"removed", 1)
+        and log.has(TENANT, b"more", 2) is bool(behind)
+    )
     log.close()
 
 
 @pytest.mark.parametrize("error", [True, False])
-def test_a_record_that_was_bad_for_a_moment_does_not_come_back_once_it_is_buried(tmp_path: Path, error: bool) -> None:
+def test_a_record_that_was_bad_for_a_moment_does_not_come_back_once_it_is_buried(
+    tmp_path: Path, error: bool
+) -> None:
     class Hiccup(Directory):
         ill = False
 
@@ -346,12 +392,17 @@ def test_what_was_evicted_before_an_error_is_told(tmp_path: Path) -> None:
     for generation in range(1, 11):
         log.append([item(b"%d" % generation, bytes(MIB), generation)])
         if generation == 5:
-            log.bury([Grave(TENANT, b"k", 1, behalf="other")], [])  # in the second file to go, and to be kept
+            log.bury(
+                [Grave(TENANT, b"k", 1, behalf="other")], []
+            )  # in the second file to go, and to be kept
     lost: list[HeldSsd] = []
     with pytest.raises(OSError):
         log.make_room(8 * MIB, lost)
     left = {one.key for one in log.entries()}
-    assert lost and {one.key for one in lost} == {b"%d" % generation for generation in range(1, 11)} - left
+    assert (
+        lost
+        and {one.key for one in lost} == {b"%d" % generation for generation in range(1, 11)} - left
+    )
     log.close()
 
 
@@ -414,7 +465,9 @@ def test_a_directory_in_use_is_not_given_twice(tmp_path: Path) -> None:
 class Desk:
     """A LogWriter and the reports it makes."""
 
-    def __init__(self, files: Directory, fsync: Fsync = Fsync.BATCH, capacity: int = 1 << 30) -> None:
+    def __init__(
+        self, files: Directory, fsync: Fsync = Fsync.BATCH, capacity: int = 1 << 30
+    ) -> None:
         self.log = SsdLog(files, capacity)
         self.reports: queue.SimpleQueue[Report] = queue.SimpleQueue()
         self.logged: list[bytes] = []
@@ -481,7 +534,9 @@ def test_what_left_the_log_is_told_at_once_and_never_before_it_was_said_to_be_th
     for number in range(9):
         desk.append(b"%d" % number, bytes(MIB), number + 1)
     wait_for(lambda: desk.log.has(TENANT, b"8", 9))
-    desk.writer.submit(BuryJob(1, [Grave(TENANT, b"8", 9)]))  # removals are synced at once, and all before it is reported
+    desk.writer.submit(
+        BuryJob(1, [Grave(TENANT, b"8", 9)])
+    )  # removals are synced at once, and all before it is reported
     wait_for(lambda: desk.look().logged == [b"%d" % number for number in range(9)])
     for number in range(9, 30):
         desk.append(b"%d" % number, bytes(MIB), number + 1)
@@ -491,7 +546,9 @@ def test_what_left_the_log_is_told_at_once_and_never_before_it_was_said_to_be_th
     desk.close()
     desk.look()
     present = {int(key) for key in desk.logged} - {int(key) for key in desk.lost} - {8}
-    assert present == {number for number in range(30) if desk.log.has(TENANT, b"%d" % number, number + 1)}
+    assert present == {
+        number for number in range(30) if desk.log.has(TENANT, b"%d" % number, number + 1)
+    }
 
 
 class Platter(Directory):
@@ -523,7 +580,9 @@ class Platter(Directory):
 def test_what_is_kept_of_a_file_that_goes_is_on_the_disk_before_it_goes(tmp_path: Path) -> None:
     files = Platter(tmp_path / "log", tmp_path / "safe")
     log = SsdLog(files, 12 * MIB)
-    log.append([item(b"removed", b"r", 1), item(b"pad1", bytes(4 * MIB - 20_000), 2)])  # file 1 is full
+    log.append(
+        [item(b"removed", b"r", 1), item(b"pad1", bytes(4 * MIB - 20_000), 2)]
+    )  # file 1 is full
     log.append([item(b"hot", b"h" * 100, 3)])
     log.bury([Grave(TENANT, b"removed", 1)], [])
     log.append([item(b"pad2", bytes(4 * MIB - 100_000), 4)])  # file 2 has the tombstone
@@ -531,15 +590,25 @@ def test_what_is_kept_of_a_file_that_goes_is_on_the_disk_before_it_goes(tmp_path
     read(log, b"hot", 3)
     read(log, b"pad1", 2)  # file 1 is in use, file 2 goes first
     log.make_room(4 * MIB, [])
-    assert not log.has(TENANT, b"pad2", 4) and log.has(TENANT, b"pad1", 2) and read(log, b"hot", 3) == b"h" * 100
+    assert (
+        not log.has(TENANT, b"pad2", 4)
+        and log.has(TENANT, b"pad1", 2)
+        and read(log, b"hot", 3) == b"h" * 100
+    )
     cut = files.after_a_power_cut()
-    assert read(cut, b"hot", 3) == b"h" * 100 and not cut.has(TENANT, b"removed", 1) and cut.has(TENANT, b"pad1", 2)
+    assert (
+        read(cut, b"hot", 3) == b"h" * 100
+        and not cut.has(TENANT, b"removed", 1)
+        and cut.has(TENANT, b"pad1", 2)
+    )
     cut.close()
     log.close()
 
 
 @pytest.mark.parametrize("sealed", [False, True])
-def test_what_could_not_be_synced_was_neither_logged_nor_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sealed: bool) -> None:
+def test_what_could_not_be_synced_was_neither_logged_nor_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sealed: bool
+) -> None:
     """Also if its file was full meanwhile, and the next one can be synced."""
     monkeypatch.setattr(writer, "SYNC_EVERY_S", 60.0)
     files = Platter(tmp_path / "log", tmp_path / "safe")
@@ -590,7 +659,9 @@ def test_a_failing_disk_degrades_with_a_clear_state_and_recovers(tmp_path: Path,
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
-def test_a_removal_at_which_the_disk_fails_is_acknowledged_when_it_is_logged(tmp_path: Path, code: int) -> None:
+def test_a_removal_at_which_the_disk_fails_is_acknowledged_when_it_is_logged(
+    tmp_path: Path, code: int
+) -> None:
     files = FailingFiles(tmp_path)
     desk = Desk(files, capacity=12 * MIB)
     desk.append(b"older file", bytes(4 * MIB), 1)
@@ -675,7 +746,11 @@ class LogTwin(RuleBasedStateMachine):
         self.log.bury([Grave(TENANT, key, generation, exact)], lost)
         for entry in lost:
             self.twin.pop((entry.key, entry.generation), None)
-        covered = [place for place in self.twin if place[0] == key and (place[1] == generation if exact else place[1] <= generation)]
+        covered = [
+            place
+            for place in self.twin
+            if place[0] == key and (place[1] == generation if exact else place[1] <= generation)
+        ]
         for place in covered:
             del self.twin[place]
             self.dead.add(place)
@@ -710,7 +785,9 @@ def test_records_whose_removal_waits_for_the_log_are_not_told_to_a_new_master() 
     assert not_being_buried(held, [Bury(1, [Grave("t", b"a", 3)])]) == held[1:]
     assert not_being_buried(held, [Bury(1, [Grave("t", b"a", 4)])]) == held[2:]
     assert not_being_buried(held, [Bury(1, [Grave("t", b"a", 4, True)])]) == [held[0], held[2]]
-    assert not_being_buried(held, [Bury(1, [Grave("t", b"a", 4, False, "another")])]) == held, "kept for another holder"
+    assert not_being_buried(held, [Bury(1, [Grave("t", b"a", 4, False, "another")])]) == held, (
+        "kept for another holder"
+    )
 
 
 @pytest.mark.parametrize("name", [None, "", "h\nno salt\n", " \n1234\n"])

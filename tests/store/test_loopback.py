@@ -6,9 +6,17 @@ from forebay.store.wire.loopback import UNPACED, send_unpaced
 
 
 def test_both_ends_on_one_machine_are_not_paced() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as connected:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        socket.create_connection(listener.getsockname()) as connected,
+    ):
         assert send_unpaced(connected)
-        assert connected.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0").decode() in UNPACED
+        assert (
+            connected.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
+            .rstrip(b"\0")
+            .decode()
+            in UNPACED
+        )
 
 
 def test_a_connection_to_elsewhere_keeps_what_the_machine_has() -> None:

@@ -48,7 +48,14 @@ def quiet(**changes: object) -> MasterConfig:
     return MasterConfig(settle_s=0.0, **changes)  # type: ignore[arg-type]
 
 
-def put(world: World, session: int, key: bytes, length: int = PAGE, tenant: str = "default", persist: bool = True) -> int:
+def put(
+    world: World,
+    session: int,
+    key: bytes,
+    length: int = PAGE,
+    tenant: str = "default",
+    persist: bool = True,
+) -> int:
     """A whole put; its code."""
     granted = world.call(session, PutStart(1, [key], [length]))
     assert isinstance(granted, Granted)
@@ -107,7 +114,9 @@ def test_what_is_answered_without_a_step_is_what_a_step_answers(promotes: bool) 
         else:
             assert quick == stepped
         counts = world.master.state.counters
-        assert isinstance(message, Exists) or counts["get_found"] == counted["get_found"] + (quick is not None)
+        assert isinstance(message, Exists) or counts["get_found"] == counted["get_found"] + (
+            quick is not None
+        )
     assert world.master.answer(world.now, client, Query(7, [b"k"])) is None
     assert world.master.answer(world.now, client + 1, Get(7, [b"k"])) is None, "nobody"
 
@@ -181,7 +190,9 @@ def test_exists_neither_leases_nor_counts_as_use() -> None:
     query = world.call(client, Query(1, keys))
     assert isinstance(query, Located) and query.ttl_s == 0
     tiers = [[spot.tier for spot in place.spots] for place in query.places]
-    assert tiers == [[Tier.SSD]] + [[Tier.MEMORY, Tier.SSD]] * 3, "the probed key is still the oldest"
+    assert tiers == [[Tier.SSD]] + [[Tier.MEMORY, Tier.SSD]] * 3, (
+        "the probed key is still the oldest"
+    )
 
 
 def test_a_leased_object_is_passed_over_and_its_range_is_not_reused_before_the_lease_ends() -> None:
@@ -189,11 +200,15 @@ def test_a_leased_object_is_passed_over_and_its_range_is_not_reused_before_the_l
     world.holder(FakeHolder("h", memory_bytes=2 * (PAGE + 64)))
     client = world.client()
     fill(world, client, 2)
-    offsets = {get(world, client, b"default-%d" % index).places[0].spots[0].offset for index in range(2)}
+    offsets = {
+        get(world, client, b"default-%d" % index).places[0].spots[0].offset for index in range(2)
+    }
     world.ask(client, PutStart(9, [b"new"], [PAGE]))
     assert not isinstance(world.inbox[client][-1], Granted), "both are leased: the put waits"
     world.later(5.0)
-    assert not isinstance(world.inbox[client][-1], Granted), "the master counts 100 ms more than it promised (S1)"
+    assert not isinstance(world.inbox[client][-1], Granted), (
+        "the master counts 100 ms more than it promised (S1)"
+    )
     world.later(0.2)
     granted = world.inbox[client][-1]
     assert isinstance(granted, Granted) and granted.grants[0].code == OK
@@ -229,8 +244,14 @@ def test_eviction_takes_durable_objects_by_last_use_from_the_high_to_the_low_wat
     assert put(world, client, b"tenth") == OK
     answer = world.call(client, Query(1, keys))
     assert isinstance(answer, Located)
-    kept = [key for key, place in zip(keys, answer.places, strict=True) if place.spots[0].tier is Tier.MEMORY]
-    assert kept == [keys[0], *keys[6:]], "the read one stays, the oldest go, and 5 of 10 places are used afterwards"
+    kept = [
+        key
+        for key, place in zip(keys, answer.places, strict=True)
+        if place.spots[0].tier is Tier.MEMORY
+    ]
+    assert kept == [keys[0], *keys[6:]], (
+        "the read one stays, the oldest go, and 5 of 10 places are used afterwards"
+    )
     assert all(place.code == OK for place in answer.places), "all are still readable from SSD"
 
 
@@ -281,7 +302,9 @@ def test_only_so_many_keys_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(world.inbox[second]) == before and len(world.master.state.waiting) == 1
 
 
-def test_a_batch_larger_than_the_room_is_granted_in_part_and_never_waits_while_holding_room() -> None:
+def test_a_batch_larger_than_the_room_is_granted_in_part_and_never_waits_while_holding_room() -> (
+    None
+):
     world = World(quiet(high_watermark=1.0, low_watermark=1.0))
     world.holder(FakeHolder("h", memory_bytes=2 * (PAGE + 64)))
     client = world.client()
@@ -383,12 +406,18 @@ def test_a_holder_that_a_restarted_master_never_saw_is_told_of_removals_too() ->
     world.holder(live)
     client = world.client()
     removed = world.call(client, Remove(1, [b"k"]))
-    assert isinstance(removed, Codes) and removed.codes[0] == OK and [grave.behalf for grave in live.graves] == ["away"]
+    assert (
+        isinstance(removed, Codes)
+        and removed.codes[0] == OK
+        and [grave.behalf for grave in live.graves] == ["away"]
+    )
     world.holder(away)
     assert exists(world, client, b"k") == [NOT_FOUND] and away.ssd == {} and live.graves == []
 
 
-def test_a_put_that_was_given_up_while_its_holder_was_away_does_not_take_the_older_object_with_it() -> None:
+def test_a_put_that_was_given_up_while_its_holder_was_away_does_not_take_the_older_object_with_it() -> (
+    None
+):
     """Found by the simulator: the returned holder was told to bury everything up to that put."""
     world = World()
     holder, _ = world.holder(FakeHolder("h")), world.holder(FakeHolder("keeper", memory_bytes=64))
@@ -423,7 +452,9 @@ def test_a_put_that_failed_at_one_holder_stays_at_the_others_when_that_one_retur
     assert exists(world, client, b"k") == [OK]
 
 
-def test_a_removal_between_a_holders_registration_and_its_inventory_counts_against_that_inventory() -> None:
+def test_a_removal_between_a_holders_registration_and_its_inventory_counts_against_that_inventory() -> (
+    None
+):
     """Found by the simulator: the inventory was sent before the removal arrived, and brought the key back; a put then said EXISTS."""
     world = World()
     holder, client = world.holder(FakeHolder("h")), world.client()
@@ -431,7 +462,9 @@ def test_a_removal_between_a_holders_registration_and_its_inventory_counts_again
     memory, ssd = list(holder.memory.values()), list(holder.ssd.values())
     world.lose(holder.session)
     session = world.client("@holder")
-    world.step(FromHolder(session, Register("h", "a", "127.0.0.1", 1, "", "here", 1 << 20, 1 << 30, 1, [])))
+    world.step(
+        FromHolder(session, Register("h", "a", "127.0.0.1", 1, "", "here", 1 << 20, 1 << 30, 1, []))
+    )
     world.ask(client, Remove(1, [b"k"]))
     (bury,) = (message for message in world.inbox[session] if isinstance(message, Bury))
     world.step(FromHolder(session, Inventory(0, memory, ssd, [], True)))
@@ -453,7 +486,9 @@ def test_remove_with_nobody_to_keep_the_tombstone_removes_nothing() -> None:
     assert world.call(client, Remove(2, [b"k"])) == Codes(2, bytes([OK]))
 
 
-def test_remove_waits_for_a_holder_that_a_restarted_master_has_not_heard_and_no_other_can_stand_in_for() -> None:
+def test_remove_waits_for_a_holder_that_a_restarted_master_has_not_heard_and_no_other_can_stand_in_for() -> (
+    None
+):
     world = World(quiet(replicas=2))
     away, live = world.holder(FakeHolder("away")), world.holder(FakeHolder("live"))
     put(world, world.client(), b"k")
@@ -461,15 +496,25 @@ def test_remove_waits_for_a_holder_that_a_restarted_master_has_not_heard_and_no_
         world.lose(holder.session)
     world.restart_master()
     session = world.client("@holder")
-    world.step(FromHolder(session, Register("live", "a", "127.0.0.1", 1, "", "here", 1 << 20, 1 << 30, 1, ["away"])))
+    world.step(
+        FromHolder(
+            session,
+            Register("live", "a", "127.0.0.1", 1, "", "here", 1 << 20, 1 << 30, 1, ["away"]),
+        )
+    )
     world.step(FromHolder(session, Inventory(0, list(live.memory.values()), [], [], False)))
     client = world.client()
-    assert world.call(client, Remove(1, [b"k"])) == Codes(1, bytes([UNAVAILABLE])), "'live' may have more of it, and is alone"
+    assert world.call(client, Remove(1, [b"k"])) == Codes(1, bytes([UNAVAILABLE])), (
+        "'live' may have more of it, and is alone"
+    )
 
 
 def test_a_removal_whose_keeper_goes_before_it_is_logged_may_or_may_not_have_happened() -> None:
     world = World()
-    holder, keeper = world.holder(FakeHolder("h")), world.holder(FakeHolder("keeper", memory_bytes=64, acks=False))
+    holder, keeper = (
+        world.holder(FakeHolder("h")),
+        world.holder(FakeHolder("keeper", memory_bytes=64, acks=False)),
+    )
     client = world.client()
     put(world, client, b"k")
     world.lose(holder.session)
@@ -500,7 +545,9 @@ def test_a_restarted_master_has_everything_again_and_reuses_no_range_that_may_be
     before = get(world, client, b"default-1").places[0].generation
     world.restart_master()
     client = world.client()
-    assert exists(world, client, b"default-0") == [UNAVAILABLE], "not 'missing' before anyone was heard"
+    assert exists(world, client, b"default-0") == [UNAVAILABLE], (
+        "not 'missing' before anyone was heard"
+    )
     world.holder(holder)
     assert exists(world, client, b"default-0", b"default-1") == [OK, OK]
     world.ask(client, PutStart(1, [b"new"], [PAGE]))
@@ -545,7 +592,9 @@ def test_what_waits_for_a_silent_holder_does_not_wait_for_ever() -> None:
         world.later(1.0)
     world.later(1.0)
     assert world.closed == [gone.session]
-    assert world.inbox[client][before:] == [Codes(9, bytes([OK]))] and [grave.behalf for grave in keeper.graves] == ["gone"]
+    assert world.inbox[client][before:] == [Codes(9, bytes([OK]))] and [
+        grave.behalf for grave in keeper.graves
+    ] == ["gone"]
 
 
 def test_a_writer_that_does_not_go_on_loses_its_put_and_nobody_waits_for_it() -> None:
@@ -560,7 +609,9 @@ def test_a_writer_that_does_not_go_on_loses_its_put_and_nobody_waits_for_it() ->
     for _ in range(3):
         world.later(1.0)
     assert world.master.state.counters["puts_expired"] == 1 and put(world, client, b"k") == OK
-    assert world.call(idler, PutEnd(3, [b"k"], [granted.grants[0].generation], [()])) == Codes(3, bytes([NOT_FOUND]))
+    assert world.call(idler, PutEnd(3, [b"k"], [granted.grants[0].generation], [()])) == Codes(
+        3, bytes([NOT_FOUND])
+    )
     assert exists(world, client, b"k") == [OK]
 
 
@@ -653,7 +704,9 @@ def on_ssd_only(world: World, client: int, holder: FakeHolder, key: bytes = b"k"
     for index in range(2):
         assert put(world, client, b"%s-filler-%d" % (key, index)) == OK
     answer = world.call(client, Query(1, [key]))
-    assert isinstance(answer, Located) and [spot.tier for spot in answer.places[0].spots] == [Tier.SSD]
+    assert isinstance(answer, Located) and [spot.tier for spot in answer.places[0].spots] == [
+        Tier.SSD
+    ]
 
 
 def prefetching(**changes: object) -> tuple[World, FakeHolder, int]:
@@ -671,10 +724,14 @@ def test_register_prefetch_refuses_in_the_documented_order() -> None:
     world, holder, client = prefetching(inflight_promotions=1)
     assert world.promote(holder, "default", b"k") == PrefetchCode.OBJECT_NOT_FOUND
     granted = world.call(client, PutStart(1, [b"k"], [PAGE]))
-    assert world.promote(holder, "default", b"k") == PrefetchCode.REPLICA_IS_NOT_READY, "put in flight"
+    assert world.promote(holder, "default", b"k") == PrefetchCode.REPLICA_IS_NOT_READY, (
+        "put in flight"
+    )
     assert isinstance(granted, Granted)
     world.call(client, PutEnd(2, [b"k"], [world.write(granted, 0, "default", b"k", PAGE)], [()]))
-    assert world.promote(holder, "default", b"k") == PrefetchCode.PROMOTION_ALREADY_EXISTS, "a MEMORY replica"
+    assert world.promote(holder, "default", b"k") == PrefetchCode.PROMOTION_ALREADY_EXISTS, (
+        "a MEMORY replica"
+    )
     world.call(client, Remove(3, [b"k"]))
     on_ssd_only(world, client, holder)
     stranger = world.holder(FakeHolder("other", memory_bytes=PAGE))
@@ -686,7 +743,14 @@ def test_register_prefetch_refuses_in_the_documented_order() -> None:
 
 
 def test_promotions_keep_within_the_tenants_quota_and_push_nothing_of_it_out() -> None:
-    world = World(quiet(promotion_on_hit=True, ssd_prefetch=True, prefetch_share=0.5, quotas={"default": 2 * (PAGE + 64)}))
+    world = World(
+        quiet(
+            promotion_on_hit=True,
+            ssd_prefetch=True,
+            prefetch_share=0.5,
+            quotas={"default": 2 * (PAGE + 64)},
+        )
+    )
     holder, client = world.holder(FakeHolder("h", memory_bytes=8 * (PAGE + 64))), world.client()
     on_ssd_only(world, client, holder)
     assert world.promote(holder, "default", b"k") == PrefetchCode.KEYS_ULTRA_LIMIT
@@ -698,7 +762,9 @@ def test_promotions_keep_within_the_tenants_quota_and_push_nothing_of_it_out() -
     assert world.promote(holder, "default", b"k") == PrefetchCode.OK
     task = world.last_task
     assert put(world, client, b"meanwhile", persist=False) == OK
-    assert world.alloc(holder, task).allotments[0].code == PrefetchCode.KEYS_ULTRA_LIMIT, "looked at again when memory is taken"
+    assert world.alloc(holder, task).allotments[0].code == PrefetchCode.KEYS_ULTRA_LIMIT, (
+        "looked at again when memory is taken"
+    )
     assert world.master.state.tenants["default"].memory_bytes == 2 * (PAGE + 64)
 
 
@@ -713,7 +779,9 @@ def test_the_read_lease_of_a_prefetch_is_granted_at_commit_and_a_failed_one_leav
     world, holder, client = prefetching()
     on_ssd_only(world, client, holder)
     world.promote(holder, "default", b"k", hint_s=8.0)
-    world.finish(holder, world.last_task, "default", b"k", world.alloc(holder, world.last_task), ok=False)
+    world.finish(
+        holder, world.last_task, "default", b"k", world.alloc(holder, world.last_task), ok=False
+    )
     found = world.master.state.tenants["default"].objects[b"k"]
     assert found.lease_until == 0 and found.task is None and found.memory == ()
     world.later(60)
@@ -727,10 +795,14 @@ def test_the_commit_lease_is_at_most_thirty_seconds_whatever_the_hint() -> None:
     on_ssd_only(world, client, holder)
     world.promote(holder, "default", b"k", hint_s=1e9)
     world.finish(holder, world.last_task, "default", b"k", world.alloc(holder, world.last_task))
-    assert world.master.state.tenants["default"].objects[b"k"].lease_until == pytest.approx(world.now + 30.1)
+    assert world.master.state.tenants["default"].objects[b"k"].lease_until == pytest.approx(
+        world.now + 30.1
+    )
 
 
-def test_prefetched_objects_keep_to_their_share_replace_only_their_kind_and_leave_it_on_first_get() -> None:
+def test_prefetched_objects_keep_to_their_share_replace_only_their_kind_and_leave_it_on_first_get() -> (
+    None
+):
     world, holder, client = prefetching(lease_s=1.0)
     for key in (b"k1", b"k2", b"k3"):
         on_ssd_only(world, client, holder, key)
@@ -738,14 +810,18 @@ def test_prefetched_objects_keep_to_their_share_replace_only_their_kind_and_leav
     world.finish(holder, world.last_task, "default", b"k1", world.alloc(holder, world.last_task))
     world.promote(holder, "default", b"k2")
     refused = world.alloc(holder, world.last_task)
-    assert refused.allotments[0].code is PrefetchCode.NO_AVAILABLE_HANDLE, "one of two places is the share, and it is leased"
+    assert refused.allotments[0].code is PrefetchCode.NO_AVAILABLE_HANDLE, (
+        "one of two places is the share, and it is leased"
+    )
     world.later(1.2)
     world.promote(holder, "default", b"k2")
     world.finish(holder, world.last_task, "default", b"k2", world.alloc(holder, world.last_task))
     objects = world.master.state.tenants["default"].objects
     assert objects[b"k1"].memory == (), "its own kind was replaced once unleased"
     get(world, client, b"k2")
-    assert world.master.state.holders[holder.number].prefetched_bytes() == 0, "read: no longer merely prefetched"
+    assert world.master.state.holders[holder.number].prefetched_bytes() == 0, (
+        "read: no longer merely prefetched"
+    )
 
 
 def test_a_stray_put_end_does_not_complete_a_promotion() -> None:
@@ -780,23 +856,38 @@ def test_a_promotion_nobody_finishes_is_given_up() -> None:
 
 def test_promotion_on_hit_wants_repeated_gets_and_room_and_is_off_by_default() -> None:
     """N9: off = no change; one get below the threshold = none; watermark gate."""
-    for on, gets, high, expected in ((False, 9, 1.0, 0), (True, 1, 1.0, 0), (True, 2, 1.0, 1), (True, 2, 0.4, 0)):
+    for on, gets, high, expected in (
+        (False, 9, 1.0, 0),
+        (True, 1, 1.0, 0),
+        (True, 2, 1.0, 1),
+        (True, 2, 0.4, 0),
+    ):
         world = World(quiet(promotion_on_hit=on, high_watermark=1.0, low_watermark=1.0))
         holder, client = world.holder(FakeHolder("h", memory_bytes=2 * (PAGE + 64))), world.client()
         on_ssd_only(world, client, holder)
         world.call(client, Remove(1, [b"k-filler-0"]))
-        world.master.state.config = quiet(promotion_on_hit=on, high_watermark=high, low_watermark=high)
+        world.master.state.config = quiet(
+            promotion_on_hit=on, high_watermark=high, low_watermark=high
+        )
         for _ in range(gets):
             get(world, client, b"k")
         assert len(holder.promotes) == expected, (on, gets, high)
 
 
 KEYS = [b"k", b"k-filler-0", b"k-filler-1"]
-READ_ONLY = [Query(1, KEYS), Exists(1, KEYS), MatchPrefix(1, KEYS, []), ListKeys(1, b"", b"", 100), AskStats(1)]
+READ_ONLY = [
+    Query(1, KEYS),
+    Exists(1, KEYS),
+    MatchPrefix(1, KEYS, []),
+    ListKeys(1, b"", b"", 100),
+    AskStats(1),
+]
 
 
 @pytest.mark.parametrize("question", READ_ONLY, ids=lambda one: type(one).__name__)
-def test_a_read_only_query_gives_no_lease_no_recency_no_promotion_and_counts_nothing(question: ClientToMaster) -> None:
+def test_a_read_only_query_gives_no_lease_no_recency_no_promotion_and_counts_nothing(
+    question: ClientToMaster,
+) -> None:
     world, holder, client = prefetching(promotion_on_hit=True)
     on_ssd_only(world, client, holder)
     state = world.master.state
@@ -806,7 +897,9 @@ def test_a_read_only_query_gives_no_lease_no_recency_no_promotion_and_counts_not
         world.call(client, question)
     assert leases == [state.tenants["default"].objects[key].lease_until for key in KEYS], "no lease"
     assert tick == state.tick, "no recency"
-    assert holder.promotes == [] and state.sketch.estimate(b"default\0k") == 0, "no promotion, not even a count towards one"
+    assert holder.promotes == [] and state.sketch.estimate(b"default\0k") == 0, (
+        "no promotion, not even a count towards one"
+    )
     assert counters == state.counters, "no metrics"
 
 
@@ -818,7 +911,11 @@ def test_the_same_with_a_get_moves_all_of_it() -> None:
     counters, tick = dict(state.counters), state.tick
     for _ in range(2):
         world.call(client, Get(1, KEYS))
-    assert state.tick > tick and state.counters != counters and state.sketch.estimate(b"default\0k") == 2
+    assert (
+        state.tick > tick
+        and state.counters != counters
+        and state.sketch.estimate(b"default\0k") == 2
+    )
     assert any(found.lease_until > world.now for found in state.tenants["default"].objects.values())
 
 
@@ -869,7 +966,9 @@ def test_what_killed_holders_logged_of_a_put_that_came_to_nothing_is_buried(endi
     for holder in holders:
         returned(world, holder)
     if ending == "end":
-        assert world.call(client, PutEnd(2, [b"k"], [generation], [()])) == Codes(2, bytes([UNAVAILABLE]))
+        assert world.call(client, PutEnd(2, [b"k"], [generation], [()])) == Codes(
+            2, bytes([UNAVAILABLE])
+        )
     elif ending == "revoke":
         world.call(client, PutRevoke(2, [b"k"], [generation]))
     else:
@@ -896,7 +995,9 @@ def stored_by_two(world: World) -> tuple[list[FakeHolder], int, int]:
     return holders, client, generation
 
 
-def test_what_a_holder_logged_and_could_not_say_before_its_memory_was_evicted_goes_with_a_removal() -> None:
+def test_what_a_holder_logged_and_could_not_say_before_its_memory_was_evicted_goes_with_a_removal() -> (
+    None
+):
     """Both log it and one is heard, so its memory may go everywhere; the other is killed before it can say that it has logged it."""
     world = World(quiet(replicas=2))
     holders, client, generation = stored_by_two(world)
@@ -923,7 +1024,9 @@ def test_a_removal_reaches_a_log_that_is_back_and_has_yet_to_say_what_it_has() -
     holders[0].tells = holders[0].acks = False
     world.holder(holders[0])
     world.ask(client, Remove(3, [b"k"]))
-    world.step(FromHolder(holders[0].session, Inventory(0, [], entries, [], True)))  # on its way when the removal came
+    world.step(
+        FromHolder(holders[0].session, Inventory(0, [], entries, [], True))
+    )  # on its way when the removal came
     for bury in holders[0].unacked:
         world.step(FromHolder(holders[0].session, Buried(bury)))
     assert world.inbox[client][-1] == Codes(3, bytes([OK]))
@@ -944,7 +1047,9 @@ def test_who_has_said_what_its_log_has_is_not_asked_again() -> None:
     assert [copy.holder.number for copy in known.ssd] == [holders[1].number] and known.unheard == ()
 
 
-def test_a_holder_that_is_new_to_a_master_costs_it_no_look_at_all_objects(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_holder_that_is_new_to_a_master_costs_it_no_look_at_all_objects(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """After a master's restart they all are."""
     looks: list[str] = []
     real = membership._drop_unconfirmed

@@ -7,7 +7,13 @@ holders are there; no range under a lease is handed out, not even by a master th
 import pytest
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    rule,
+    run_state_machine_as_test,
+)
 
 from forebay.store.backend import Status
 from forebay.store.master import burial, reads
@@ -39,11 +45,20 @@ LEASE_S = 5.0
 class MasterTwin(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        config = MasterConfig(settle_s=0.0, lease_s=LEASE_S, ssd_prefetch=True, promotion_on_hit=True, replicas=2, prefetch_share=0.4)
+        config = MasterConfig(
+            settle_s=0.0,
+            lease_s=LEASE_S,
+            ssd_prefetch=True,
+            promotion_on_hit=True,
+            replicas=2,
+            prefetch_share=0.4,
+        )
         self.world = World(config)
         self.twin: dict[bytes, tuple[int, bool]] = {}  # key -> (length, logged somewhere)
         self.removed: set[bytes] = set()
-        self.partial = False  # the master restarted while holders were away, and they are not all back
+        self.partial = (
+            False  # the master restarted while holders were away, and they are not all back
+        )
         self.open: dict[bytes, tuple[int, int]] = {}  # key -> (generation, length)
         self.leases: list[tuple[int, int, int, float]] = []  # holder, start, end, until
         self.holders: list[FakeHolder] = []
@@ -51,14 +66,19 @@ class MasterTwin(RuleBasedStateMachine):
 
     @initialize(count=st.integers(1, 3))
     def start(self, count: int) -> None:
-        self.holders = [self.world.holder(FakeHolder(f"h{index}", memory_bytes=11_000)) for index in range(count)]
+        self.holders = [
+            self.world.holder(FakeHolder(f"h{index}", memory_bytes=11_000))
+            for index in range(count)
+        ]
         self.client = self.world.client()
 
     def _no_lease_covers(self, holder: int, offset: int, length: int) -> None:
         end = offset + footprint(length, HEADER_BYTES)
         for other, begin, stop, until in self.leases:
             if other == holder and until > self.world.now:
-                assert end <= begin or stop <= offset, f"[{offset}, {end}) of holder {holder} is leased until {until}"
+                assert end <= begin or stop <= offset, (
+                    f"[{offset}, {end}) of holder {holder} is leased until {until}"
+                )
 
     def _answers(self) -> int:
         return len(self.world.inbox[self.client])
@@ -89,7 +109,11 @@ class MasterTwin(RuleBasedStateMachine):
             return
         generation, length = self.open.pop(key)
         self.world.write(self.rooms[key], 0, "default", key, length, persist=persist)
-        written = tuple(room.holder for room in self.rooms[key].grants[0].rooms if self._has_written(room, generation))
+        written = tuple(
+            room.holder
+            for room in self.rooms[key].grants[0].rooms
+            if self._has_written(room, generation)
+        )
         if not written:  # the rooms were given before their holders registered again
             self.world.call(self.client, PutRevoke(2, [key], [generation]))
             return
@@ -101,7 +125,11 @@ class MasterTwin(RuleBasedStateMachine):
             self.removed.discard(key)
 
     def _has_written(self, room: Room, generation: int) -> bool:
-        found = [holder.memory.get(room.offset) for holder in self.holders if holder.number == room.holder]
+        found = [
+            holder.memory.get(room.offset)
+            for holder in self.holders
+            if holder.number == room.holder
+        ]
         return any(entry is not None and entry.generation == generation for entry in found)
 
     @rule(key=st.sampled_from(KEYS), length=st.sampled_from(LENGTHS), read=st.booleans())
@@ -127,7 +155,9 @@ class MasterTwin(RuleBasedStateMachine):
         if self._may_be_back(key):
             return
         assert key not in self.removed, "a removed key came back"
-        assert key in self.twin and place.length == self.twin[key][0], "an acknowledged length, or none"
+        assert key in self.twin and place.length == self.twin[key][0], (
+            "an acknowledged length, or none"
+        )
         for spot in place.spots:
             holder = next(one for one in self.holders if one.number == spot.holder)
             if spot.tier is Tier.MEMORY:
@@ -165,7 +195,9 @@ class MasterTwin(RuleBasedStateMachine):
         if not holders:
             return
         holder = data.draw(st.sampled_from(holders))
-        entry = data.draw(st.sampled_from(sorted(holder.memory.values(), key=lambda one: one.offset)))
+        entry = data.draw(
+            st.sampled_from(sorted(holder.memory.values(), key=lambda one: one.offset))
+        )
         self.world.persist(holder, entry.tenant, entry.key, entry.generation, entry.length)
 
     @rule(data=st.data())
@@ -190,7 +222,9 @@ class MasterTwin(RuleBasedStateMachine):
         task = self.world.last_task
         allotted = self.world.alloc(holder, task)
         if allotted.allotments[0].code is PrefetchCode.OK:
-            self._no_lease_covers(holder.number, allotted.allotments[0].offset, allotted.allotments[0].length)
+            self._no_lease_covers(
+                holder.number, allotted.allotments[0].offset, allotted.allotments[0].length
+            )
             self.world.finish(holder, task, "default", key, allotted, ok=ok)
 
     @rule(seconds=st.sampled_from([0.1, 1.0, 3.0, 7.0]))
@@ -235,7 +269,11 @@ class MasterTwin(RuleBasedStateMachine):
     def master_restarts(self) -> None:
         """Holders come back in another order, so their numbers change; leases held by readers do not."""
         named = {holder.number: holder for holder in self.holders + self.away}
-        leases = [(named[number], begin, end, until) for number, begin, end, until in self.leases if number in named]
+        leases = [
+            (named[number], begin, end, until)
+            for number, begin, end, until in self.leases
+            if number in named
+        ]
         self.world.restart_master()
         self.partial = bool(self.away)
         self.open.clear()
@@ -254,7 +292,9 @@ class MasterTwin(RuleBasedStateMachine):
         ]
         answer = self.world.call(self.client, Exists(9, keys))
         assert isinstance(answer, Codes)
-        assert all(code == Status.OK for code in answer.codes), dict(zip(keys, answer.codes, strict=True))
+        assert all(code == Status.OK for code in answer.codes), dict(
+            zip(keys, answer.codes, strict=True)
+        )
 
     @invariant()
     def removed_keys_are_not_readable(self) -> None:
@@ -263,23 +303,35 @@ class MasterTwin(RuleBasedStateMachine):
         keys = sorted(self.removed)
         if keys and not self.partial and hasattr(self, "client"):
             answer = self.world.call(self.client, Exists(9, keys))
-            assert isinstance(answer, Codes) and all(code != Status.OK for code in answer.codes), keys
+            assert isinstance(answer, Codes) and all(code != Status.OK for code in answer.codes), (
+                keys
+            )
 
 
 TestMasterTwin = MasterTwin.TestCase
 TestMasterTwin.settings = settings(max_examples=80, stateful_step_count=40)
 
 
-HUNT = settings(max_examples=1000, stateful_step_count=40, derandomize=True, phases=[Phase.generate], database=None)
+HUNT = settings(
+    max_examples=1000,
+    stateful_step_count=40,
+    derandomize=True,
+    phases=[Phase.generate],
+    database=None,
+)
 
 
-def test_canary_a_master_that_forgets_tombstones_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_canary_a_master_that_forgets_tombstones_is_found_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(burial.Deaths, "of", lambda *_: None)
     with pytest.raises(AssertionError):
         run_state_machine_as_test(MasterTwin, settings=HUNT)
 
 
-def test_canary_a_master_that_evicts_under_leases_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_canary_a_master_that_evicts_under_leases_is_found_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(reads, "LEASE_SLACK_S", -LEASE_S)
     with pytest.raises(AssertionError):
         run_state_machine_as_test(MasterTwin, settings=HUNT)

@@ -30,7 +30,9 @@ def started(nodes: Farm) -> tuple[list[Process], Process, str]:
     """Two masters, a holder of both, and their URL."""
     masters = [nodes.master(), nodes.master()]
     url = "forebay://" + ",".join(master.url.removeprefix("forebay://") for master in masters)
-    holder = nodes.run("holder", "--master", url, "--dram", "64MiB", "--ssd", str(nodes.path / "ssd"))
+    holder = nodes.run(
+        "holder", "--master", url, "--dram", "64MiB", "--ssd", str(nodes.path / "ssd")
+    )
     return masters, holder, url
 
 
@@ -59,46 +61,74 @@ def test_a_group_stays_together_and_a_dead_master_takes_only_its_own_groups(node
         filled(client)
         everything = [key for group in GROUPS for key in pages(group)]
         groups = [group for group in GROUPS for _ in range(4)]
-        assert [client.match_prefix(pages(group), group=group) for group in GROUPS] == [4] * len(GROUPS)
+        assert [client.match_prefix(pages(group), group=group) for group in GROUPS] == [4] * len(
+            GROUPS
+        )
         assert sorted(key for key, _ in client.list()) == sorted(everything)
         assert client.stats().objects == len(everything) and len(client.holders().holders) == 2
-        wait_for(lambda: all(Tier.SSD in tiers for tiers in client.tiers(everything, groups=groups)))
+        wait_for(
+            lambda: all(Tier.SSD in tiers for tiers in client.tiers(everything, groups=groups))
+        )
         lost = masters[0]
         hit = [group for group in GROUPS if owner(client, group, masters) is lost]
         well = [group for group in GROUPS if group not in hit]
         assert hit and well, "both have some"
         lost.kill()
         begun = time.monotonic()
-        assert [client.match_prefix(pages(group), group=group) for group in GROUPS] == [0 if group in hit else 4 for group in GROUPS]
+        assert [client.match_prefix(pages(group), group=group) for group in GROUPS] == [
+            0 if group in hit else 4 for group in GROUPS
+        ]
         statuses = client.get_into(everything, [bytearray(10) for _ in everything], groups=groups)
-        assert {status for status, group in zip(statuses, groups, strict=True) if group in well} == {Status.OK}
-        assert {status for status, group in zip(statuses, groups, strict=True) if group in hit} == {Status.UNAVAILABLE}
+        assert {
+            status for status, group in zip(statuses, groups, strict=True) if group in well
+        } == {Status.OK}
+        assert {status for status, group in zip(statuses, groups, strict=True) if group in hit} == {
+            Status.UNAVAILABLE
+        }
         assert client.put(b"new", b"v", group=well[0]) is Status.OK
         assert time.monotonic() - begun < 3.0, "nobody waits for the dead one again and again"
         with StoreClient.connect(url) as late:
-            assert late.get(pages(well[0])[0], group=well[0]) == value(pages(well[0])[0]), "also who comes now"
+            assert late.get(pages(well[0])[0], group=well[0]) == value(pages(well[0])[0]), (
+                "also who comes now"
+            )
         nodes.again(lost)
-        wait_for(lambda: all(client.match_prefix(pages(group), group=group) == 4 for group in GROUPS), RECOVERY_S, "all is there again")
+        wait_for(
+            lambda: all(client.match_prefix(pages(group), group=group) == 4 for group in GROUPS),
+            RECOVERY_S,
+            "all is there again",
+        )
 
 
 @pytest.mark.slow
-def test_a_restarted_holder_has_each_masters_log_and_order_of_masters_does_not_matter(nodes: Farm) -> None:
+def test_a_restarted_holder_has_each_masters_log_and_order_of_masters_does_not_matter(
+    nodes: Farm,
+) -> None:
     masters, holder, url = started(nodes)
     everything = [key for group in GROUPS for key in pages(group)]
     groups = [group for group in GROUPS for _ in range(4)]
     with StoreClient.connect(url, timeout_s=3.0) as client:
         filled(client)
-        wait_for(lambda: all(Tier.SSD in tiers for tiers in client.tiers(everything, groups=groups)))
+        wait_for(
+            lambda: all(Tier.SSD in tiers for tiers in client.tiers(everything, groups=groups))
+        )
         gone = everything[0]
         assert client.remove([gone], groups=groups[:1]) == [Status.OK]
         holder.kill()
         nodes.again(holder)
-    swapped = "forebay://" + ",".join(master.url.removeprefix("forebay://") for master in reversed(masters))
+    swapped = "forebay://" + ",".join(
+        master.url.removeprefix("forebay://") for master in reversed(masters)
+    )
     with StoreClient.connect(swapped, timeout_s=3.0, allow_local=False) as client:
-        wait_for(lambda: client.exists(everything, groups=groups) == [False] + [True] * (len(everything) - 1), RECOVERY_S)
-        assert [client.get(key, group=group) for key, group in zip(everything[1:], groups[1:], strict=True)] == [
-            value(key) for key in everything[1:]
-        ]
+        wait_for(
+            lambda: (
+                client.exists(everything, groups=groups) == [False] + [True] * (len(everything) - 1)
+            ),
+            RECOVERY_S,
+        )
+        assert [
+            client.get(key, group=group)
+            for key, group in zip(everything[1:], groups[1:], strict=True)
+        ] == [value(key) for key in everything[1:]]
 
 
 def test_keys_without_groups_are_spread_and_found_alone_and_as_prefixes(nodes: Farm) -> None:
@@ -106,7 +136,12 @@ def test_keys_without_groups_are_spread_and_found_alone_and_as_prefixes(nodes: F
     with StoreClient.connect(url, timeout_s=3.0) as client:
         keys = [b"key-%d" % number for number in range(20)]
         wholes = [key + part for key in keys for part in (b"a", b"b")]
-        wait_for(lambda: set(client.put_from(wholes, [value(key) for key in wholes])) <= {Status.OK, Status.EXISTS})
+        wait_for(
+            lambda: (
+                set(client.put_from(wholes, [value(key) for key in wholes]))
+                <= {Status.OK, Status.EXISTS}
+            )
+        )
         assert [client.get(key) for key in wholes] == [value(key) for key in wholes]
         assert client.match_prefix(keys, [b"a", b"b"]) == 20
         assert client.remove([keys[7] + b"b"]) == [Status.OK]
@@ -143,14 +178,25 @@ def test_slices_share_what_there_is_and_one_master_has_the_directory_itself() ->
     whole = HolderConfig(masters[0], Address("h", 7002), 100, Path("/ssd"), 1000)
     assert slices(whole, masters[:1]) == [whole]
     first, second = slices(whole, masters)
-    assert (first.dram, first.ssd_bytes, first.ssd, str(first.listen)) == (50, 500, Path("/ssd/a_1"), "h:7002")
-    assert (second.master, second.ssd, str(second.listen)) == (masters[1], Path("/ssd/b_2"), "h:7003")
+    assert (first.dram, first.ssd_bytes, first.ssd, str(first.listen)) == (
+        50,
+        500,
+        Path("/ssd/a_1"),
+        "h:7002",
+    )
+    assert (second.master, second.ssd, str(second.listen)) == (
+        masters[1],
+        Path("/ssd/b_2"),
+        "h:7003",
+    )
 
 
 def test_groups_move_only_to_a_master_that_is_new() -> None:
     """Rendezvous hashing: with a third master, no group moves between the first two."""
     groups = [b"%d" % number for number in range(300)]
-    two, three = (StoreClient([Address("h", port) for port in range(1, count + 1)]) for count in (2, 3))
+    two, three = (
+        StoreClient([Address("h", port) for port in range(1, count + 1)]) for count in (2, 3)
+    )
 
     def place(client: StoreClient, group: bytes) -> int:
         found: OneMaster = client._master_of(group)

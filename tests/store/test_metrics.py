@@ -42,13 +42,31 @@ def test_master_holder_and_client_tell_what_they_did(tmp_path: Path) -> None:
             registry.register(ClientCollector(client))
             assert b'forebay_throttle_total{state="failed"} 1.0' in generate_latest(registry)
         told = samples(str(master.said["metrics"]))
-        for op, outcome, least in (("put", "ok", 1), ("get", "ok", 1), ("get", "not_found", 1), ("remove", "ok", 1)):
+        for op, outcome, least in (
+            ("put", "ok", 1),
+            ("get", "ok", 1),
+            ("get", "not_found", 1),
+            ("remove", "ok", 1),
+        ):
             assert told["forebay_store_ops_total", (op, outcome)] >= least, (op, outcome)
-        assert told["forebay_promotion_total", ("done", "prefetch")] == 0 and told["forebay_store_bytes_total", ("put",)] >= 1000
-        assert told["forebay_store_bytes_total", ("get_memory",)] + told["forebay_store_bytes_total", ("get_ssd",)] >= 1000
-        assert ("forebay_store_tenant_memory_bytes", ("team",)) in told and told["forebay_store_holders_usable", ()] == 1
+        assert (
+            told["forebay_promotion_total", ("done", "prefetch")] == 0
+            and told["forebay_store_bytes_total", ("put",)] >= 1000
+        )
+        assert (
+            told["forebay_store_bytes_total", ("get_memory",)]
+            + told["forebay_store_bytes_total", ("get_ssd",)]
+            >= 1000
+        )
+        assert ("forebay_store_tenant_memory_bytes", ("team",)) in told and told[
+            "forebay_store_holders_usable", ()
+        ] == 1
         told = samples(str(holder.said["metrics"]))
-        assert told["forebay_transfer_bytes_total", ("write",)] >= 1000 <= told["forebay_transfer_bytes_total", ("read",)]
+        assert (
+            told["forebay_transfer_bytes_total", ("write",)]
+            >= 1000
+            <= told["forebay_transfer_bytes_total", ("read",)]
+        )
         assert told["forebay_holder_serving", ()] == 1 and told["forebay_holder_ssd_ok", ()] == 1
         port = str(holder.said["metrics"]).split(":")[2].split("/")[0]
         done = run("master", "--listen", "127.0.0.1:0", "--metrics-port", port)

@@ -59,7 +59,9 @@ def test_a_copy_with_its_checksum(count: int, source_at: int, target_at: int, st
 @pytest.mark.parametrize("length", [1, 63, 64, 4096, 100_003])
 @pytest.mark.parametrize("start", [0, 1, 77])
 @pytest.mark.parametrize("stream_from", [0, 1 << 40])
-def test_slices_of_live_objects(segment: Segment, kind: str, monkeypatch, length: int, start: int, stream_from: int) -> None:
+def test_slices_of_live_objects(
+    segment: Segment, kind: str, monkeypatch, length: int, start: int, stream_from: int
+) -> None:
     monkeypatch.setattr(library, "STREAM_FROM_BYTES", stream_from)
     values = [RANDOM[at : at + length + start].tobytes() for at in (0, 1000)]
     for number, value in enumerate(values):
@@ -67,7 +69,10 @@ def test_slices_of_live_objects(segment: Segment, kind: str, monkeypatch, length
     client = mapped(segment)
     around = np.zeros((2, length + 130), np.uint8)
     targets = [row[65 : 65 + length] for row in around]
-    wanted = [Slice(number * (512 << 10), 9 + number, start, target) for number, target in enumerate(targets)]
+    wanted = [
+        Slice(number * (512 << 10), 9 + number, start, target)
+        for number, target in enumerate(targets)
+    ]
     assert client.copy_out(wanted) == [Status.OK, Status.OK]
     assert [target.tobytes() for target in targets] == [value[start:] for value in values]
     assert not around[:, :65].any() and not around[:, 65 + length :].any()
@@ -99,13 +104,21 @@ def test_what_is_not_there_is_refused_one_by_one(segment: Segment, kind: str) ->
     for name, one in bad.items():
         assert client.copy_out([one]) == [Status.NOT_FOUND], name
     good = np.zeros(1000, np.uint8)
-    statuses = client.copy_out([*(bad[name] for name in ("another stamp", "retired")), Slice(4096, 6, 0, good), bad["too long"]])
+    statuses = client.copy_out(
+        [
+            *(bad[name] for name in ("another stamp", "retired")),
+            Slice(4096, 6, 0, good),
+            bad["too long"],
+        ]
+    )
     assert statuses == [Status.NOT_FOUND, Status.NOT_FOUND, Status.OK, Status.NOT_FOUND]
     assert good.tobytes() == b"y" * 1000
     client.close()
 
 
-def test_a_range_that_is_reused_meanwhile_never_gives_a_mixture(segment: Segment, kind: str) -> None:
+def test_a_range_that_is_reused_meanwhile_never_gives_a_mixture(
+    segment: Segment, kind: str
+) -> None:
     """A writer reuses one range as fast as it can; a copy that is said to be good holds one value from end to end."""
     length = 200_000
     client = mapped(segment)
@@ -139,7 +152,10 @@ def test_a_range_that_is_reused_meanwhile_never_gives_a_mixture(segment: Segment
 def test_a_memfd_is_mapped_where_huge_pages_can_be() -> None:
     fd = os.memfd_create("test")
     os.ftruncate(fd, 3 * HUGE_PAGE_BYTES + 4096)
-    one, other = (Mapping(os.dup(fd), 3 * HUGE_PAGE_BYTES + 4096, writable=writable) for writable in (True, False))
+    one, other = (
+        Mapping(os.dup(fd), 3 * HUGE_PAGE_BYTES + 4096, writable=writable)
+        for writable in (True, False)
+    )
     try:
         assert one.address % HUGE_PAGE_BYTES == other.address % HUGE_PAGE_BYTES == 0
         assert other.view.readonly and not one.view.readonly
@@ -168,4 +184,7 @@ def test_staging_memory_is_fast_where_a_page_begins_and_nowhere_outside() -> Non
     here = staging.is_fast(0, 4096)  # an old kernel, or one without a huge page to spare, says no
     assert staging.is_fast(4096, HUGE_PAGE_BYTES - 4096) is here
     assert bytes(staging.view[4096:4100]) == b"kept"
-    assert not any(staging.is_fast(at, count) for at, count in [(1, 1), (-4096, 4096), (0, 1 << 62), (2 * HUGE_PAGE_BYTES, 1)])
+    assert not any(
+        staging.is_fast(at, count)
+        for at, count in [(1, 1), (-4096, 4096), (0, 1 << 62), (2 * HUGE_PAGE_BYTES, 1)]
+    )

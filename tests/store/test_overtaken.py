@@ -34,11 +34,15 @@ class Link:
     def new_call(self) -> int:
         return 1
 
-    async def call(self, message: HolderToMaster, number: int, timeout_s: float) -> Prefetchable | Allocated:
+    async def call(
+        self, message: HolderToMaster, number: int, timeout_s: float
+    ) -> Prefetchable | Allocated:
         self.sent.append(message)
         await self.may_answer.wait()
         if isinstance(message, RegisterPrefetch):
-            return Prefetchable(number, bytes(len(message.keys)), [*range(1, len(message.keys) + 1)])
+            return Prefetchable(
+                number, bytes(len(message.keys)), [*range(1, len(message.keys) + 1)]
+            )
         assert isinstance(message, AllocStart)
         return Allocated(number, [Allotment(PrefetchCode.OK, 7, 10, 0, 8) for _ in message.tasks])
 
@@ -82,8 +86,12 @@ def promote(overtaken: list[bytes]) -> tuple[list[HolderToMaster], list[bytes]]:
 def test_a_holder_leaves_out_what_a_get_reads_before_the_promotion_does() -> None:
     sent, tried = promote([b"a"])
     assert tried == [b"b"]
-    assert [message.tasks for message in sent if isinstance(message, AllocStart)] == [[2]], "no room is taken for it"
-    assert {message.task for message in sent if isinstance(message, PromotionDone)} == {1, 2}, "the master hears the end of both"
+    assert [message.tasks for message in sent if isinstance(message, AllocStart)] == [[2]], (
+        "no room is taken for it"
+    )
+    assert {message.task for message in sent if isinstance(message, PromotionDone)} == {1, 2}, (
+        "the master hears the end of both"
+    )
 
 
 def test_a_holder_asks_for_no_room_at_all_if_everything_was_read() -> None:
@@ -112,6 +120,8 @@ def test_a_client_does_not_tell_holders_of_what_its_get_has_come_to_meanwhile() 
         assert prefetcher.submit([b"a", b"b"]) == 2
         wait_for(lambda: prefetcher.counters.sent + prefetcher.counters.failed == 2)
         assert told == [[b"b"]] and prefetcher.counters.failed == 1
-        assert prefetcher.throttle.state(b"a", time.monotonic()) is State.FAILED, "it may be asked for again soon"
+        assert prefetcher.throttle.state(b"a", time.monotonic()) is State.FAILED, (
+            "it may be asked for again soon"
+        )
     finally:
         prefetcher.close()

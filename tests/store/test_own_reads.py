@@ -33,7 +33,9 @@ from tests.store.store_cluster import Cluster, cluster, wait_for
 from tests.store.store_process import farm
 from tests.store.store_traffic import all_usable
 
-pytestmark = pytest.mark.skipif(own_reads_module._reader() is None, reason="no compiler, or a kernel without such reads")
+pytestmark = pytest.mark.skipif(
+    own_reads_module._reader() is None, reason="no compiler, or a kernel without such reads"
+)
 TENANT = "t"
 HOLDER = 3
 MIB = 1 << 20
@@ -74,7 +76,10 @@ class Desk:
         own = OwnRead.prepare(self.view, HOLDER, TENANT, key, want.target)
         if own is not None and self.asks:
             self.ask(own.read)
-        locate(want, Place(Status.OK, self.lengths.get(key, count), generation, (Spot(HOLDER, Tier.SSD),)))
+        locate(
+            want,
+            Place(Status.OK, self.lengths.get(key, count), generation, (Spot(HOLDER, Tier.SSD),)),
+        )
         if own is None or not own.settle(want, time.monotonic() + 10):
             return None
         assert want.status is Status.OK and not want.spots
@@ -86,9 +91,15 @@ class Desk:
         with ours, theirs:
             theirs.send(b"answer")
             into, sent = ctypes.create_string_buffer(64), ctypes.c_int64()
-            assert read.ask(ours.fileno(), b"question", ctypes.addressof(into), 64, ctypes.byref(sent)) == 6
+            assert (
+                read.ask(ours.fileno(), b"question", ctypes.addressof(into), 64, ctypes.byref(sent))
+                == 6
+            )
             assert (into.value, sent.value, theirs.recv(64)) == (b"answer", 8, b"question")
-            assert read.ask(ours.fileno(), b"question", ctypes.addressof(into), 64, ctypes.byref(sent)) is None, "it is begun already"
+            assert (
+                read.ask(ours.fileno(), b"question", ctypes.addressof(into), 64, ctypes.byref(sent))
+                is None
+            ), "it is begun already"
 
 
 @pytest.fixture(params=[True, False], ids=["asking", "later"])
@@ -141,7 +152,9 @@ def test_a_read_that_the_kernel_refuses_gives_nothing() -> None:
     assert reader.read.prepare(-1, 0, BLOCK_BYTES), "the next"
 
 
-def test_a_hint_at_another_keys_record_or_a_damaged_one_gives_nothing(desk: Desk, tmp_path: Path) -> None:
+def test_a_hint_at_another_keys_record_or_a_damaged_one_gives_nothing(
+    desk: Desk, tmp_path: Path
+) -> None:
     first, second = content(b"a", 1, SIZE), content(b"b", 1, SIZE)
     desk.append(b"a", 7, first)
     desk.append(b"b", 7, second)
@@ -165,7 +178,10 @@ def test_a_hint_at_another_keys_record_or_a_damaged_one_gives_nothing(desk: Desk
             file.flush()
             os.fsync(file.fileno())
     assert desk.read(b"a", 7, SIZE) == first
-    assert desk.log.read(TENANT, b"a", 8, memoryview(bytearray(1))) is None and desk.read(b"a", 7, SIZE) == first
+    assert (
+        desk.log.read(TENANT, b"a", 8, memoryview(bytearray(1))) is None
+        and desk.read(b"a", 7, SIZE) == first
+    )
 
 
 def test_a_file_that_goes_frees_its_space_though_a_client_has_it_open(desk: Desk) -> None:
@@ -234,7 +250,10 @@ class OwnReadTwin(RuleBasedStateMachine):
 
     @rule()
     def look_again(self) -> None:
-        self.desk.view, self.is_current = LogView([os.dup(fd) for fd in self.desk.hints.descriptors]), True
+        self.desk.view, self.is_current = (
+            LogView([os.dup(fd) for fd in self.desk.hints.descriptors]),
+            True,
+        )
 
     @rule(key=st.sampled_from(KEYS), back=st.integers(0, 8))
     def read(self, key: bytes, back: int) -> None:
@@ -276,7 +295,9 @@ def small(tmp_path: Path) -> Iterator[Cluster]:
         yield made
 
 
-def test_cold_values_are_read_past_the_holder_which_hears_of_it(small: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cold_values_are_read_past_the_holder_which_hears_of_it(
+    small: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(log_hints, "TELL_AFTER", 4)
     client = small.client()
     keys = fill(client, b"k", 60)
@@ -291,10 +312,14 @@ def test_cold_values_are_read_past_the_holder_which_hears_of_it(small: Cluster, 
     assert own_reads(client) == before + 2 * len(some)
     log = small.holders[0].log
     assert log is not None
-    wait_for(lambda: (record := log.index.newest(("default", some[0]))) is not None and record.tick > 0)
+    wait_for(
+        lambda: (record := log.index.newest(("default", some[0]))) is not None and record.tick > 0
+    )
 
 
-def test_what_was_removed_replaced_or_promoted_is_not_read_from_where_it_lay(small: Cluster) -> None:
+def test_what_was_removed_replaced_or_promoted_is_not_read_from_where_it_lay(
+    small: Cluster,
+) -> None:
     client, other = small.client(), small.client()
     keys = fill(client, b"k", 60)
     gone, new, warm = cold(client, keys)[:3]
@@ -306,12 +331,15 @@ def test_what_was_removed_replaced_or_promoted_is_not_read_from_where_it_lay(sma
     assert client.get(new) == content(new, 1, SIZE + 1)
     more = itertools.count()
     wait_for(
-        lambda: fill(other, b"more-%d" % next(more), 20) and cold(client, [new]), what="it is on SSD only, behind its older record"
+        lambda: fill(other, b"more-%d" % next(more), 20) and cold(client, [new]),
+        what="it is on SSD only, behind its older record",
     )
     assert client.get(new) == content(new, 1, SIZE + 1)
 
 
-def test_readers_beside_removals_replacements_evicted_files_and_a_killed_holder(tmp_path: Path) -> None:
+def test_readers_beside_removals_replacements_evicted_files_and_a_killed_holder(
+    tmp_path: Path,
+) -> None:
     """Values change their length, so a put replaces; what a reader gets is one that was put and not replaced before it asked."""
     if not Directory(tmp_path).direct:
         pytest.skip("a file system without O_DIRECT")
@@ -346,7 +374,10 @@ def test_readers_beside_removals_replacements_evicted_files_and_a_killed_holder(
                     newest = begun[key]
                     if got is not None:
                         version = int(got.split(b"/", 1)[1].split(b";", 1)[0])
-                        if got != content(key, version, len(got)) or not oldest <= version <= newest:
+                        if (
+                            got != content(key, version, len(got))
+                            or not oldest <= version <= newest
+                        ):
                             wrong.append((key, version, oldest, newest))
                 counts["own"] = max(counts["own"], own_reads(client))
 
@@ -359,13 +390,19 @@ def test_readers_beside_removals_replacements_evicted_files_and_a_killed_holder(
             for thread in threads:
                 thread.start()
             try:
-                wait_for(lambda: counts["own"] > 30 and counts["put"] > 300, 60, "files go under readers")
+                wait_for(
+                    lambda: counts["own"] > 30 and counts["put"] > 300, 60, "files go under readers"
+                )
                 holder.kill()
                 nodes.again(holder)
                 wait_for(lambda: all_usable(client, 1))
                 goal = {name: count + 40 for name, count in counts.items()}
                 counts["own"] = 0
-                wait_for(lambda: counts["own"] > 20 and counts["put"] > goal["put"], 60, "all goes on with the new holder")
+                wait_for(
+                    lambda: counts["own"] > 20 and counts["put"] > goal["put"],
+                    60,
+                    "all goes on with the new holder",
+                )
             finally:
                 halt.set()
                 for thread in threads:

@@ -21,12 +21,16 @@ def test_1_a_fresh_key_is_admitted_once_and_triggered(throttle: PrefetchThrottle
     assert throttle.state(KEYS[0], NOW) is State.TRIGGERED
 
 
-def test_2_a_key_named_twice_in_one_probe_is_admitted_once_and_order_is_kept(throttle: PrefetchThrottle) -> None:
+def test_2_a_key_named_twice_in_one_probe_is_admitted_once_and_order_is_kept(
+    throttle: PrefetchThrottle,
+) -> None:
     assert throttle.admit([b"b", b"a", b"b", b"c", b"a"], NOW) == [b"b", b"a", b"c"]
 
 
 @pytest.mark.parametrize("state", [State.ALREADY_RESIDENT, State.DELEGATED])
-def test_3_a_healthy_end_of_a_probe_blocks_for_the_dedup_ttl(throttle: PrefetchThrottle, state: State) -> None:
+def test_3_a_healthy_end_of_a_probe_blocks_for_the_dedup_ttl(
+    throttle: PrefetchThrottle, state: State
+) -> None:
     throttle.admit([b"k"], NOW)
     throttle.move([b"k"], state, NOW + 10)
     assert throttle.state(b"k", NOW + 39) is state and throttle.admit([b"k"], NOW + 39) == []
@@ -70,7 +74,9 @@ def test_7_steps_that_are_not_in_the_table_change_nothing(throttle: PrefetchThro
 def test_8_a_global_cooldown_admits_nothing_until_it_is_over(throttle: PrefetchThrottle) -> None:
     throttle.open_cooldown(NOW)
     assert throttle.cooling(NOW + 4.9) and throttle.admit(KEYS, NOW + 4.9) == []
-    assert not throttle.cooling(NOW + 5) and throttle.admit(KEYS, NOW + 5) == KEYS, "what was declined is not blocked"
+    assert not throttle.cooling(NOW + 5) and throttle.admit(KEYS, NOW + 5) == KEYS, (
+        "what was declined is not blocked"
+    )
 
 
 def test_9_a_waiting_read_ignores_the_cooldown_and_nothing_else(throttle: PrefetchThrottle) -> None:

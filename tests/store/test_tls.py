@@ -56,9 +56,13 @@ def test_a_large_answer_is_encrypted_as_the_peer_takes_it(tmp_path: Path) -> Non
             entries = [holder.memory.of("default", key)[0] for key in values]
             slices = [Slice(entry.offset, entry.stamp, 0, size) for entry in entries]
             channel.send(encode(ReadMemory(channel.new_call(), slices)), (), time.monotonic() + 20)
-            busy = wait_for(lambda: [known for known in holder._connections.values() if known.unsent_bytes()])
+            busy = wait_for(
+                lambda: [known for known in holder._connections.values() if known.unsent_bytes()]
+            )
             assert [
-                known._transport.get_write_buffer_size() < 2 * connections.TLS_HIGH_BYTES for known in busy if known._transport
+                known._transport.get_write_buffer_size() < 2 * connections.TLS_HIGH_BYTES
+                for known in busy
+                if known._transport
             ] == [True]
             answer, prefix = channel.receive(decode_holder_to_client, time.monotonic() + 20)
             assert answer.codes == bytes(count) and prefix.payload_bytes == count * size  # type: ignore[union-attr]
@@ -90,7 +94,9 @@ def test_a_call_that_gets_no_answer_times_out(monkeypatch: pytest.MonkeyPatch) -
         assert time.monotonic() - begun < 5.0
 
 
-@pytest.mark.parametrize("url", ["forebay://{}", "forebay+tls://{}?ca=" + str(ELSEWHERE), "forebay+tls://{}"])
+@pytest.mark.parametrize(
+    "url", ["forebay://{}", "forebay+tls://{}?ca=" + str(ELSEWHERE), "forebay+tls://{}"]
+)
 def test_a_client_without_tls_or_trust_is_not_served(nodes: Cluster, url: str) -> None:
     with pytest.raises(ConnectionError):
         StoreClient.connect(url.format(nodes.address), secret="s", timeout_s=1.0)
@@ -105,7 +111,9 @@ def test_a_certificate_of_another_name_is_refused_although_it_is_trusted() -> No
         far.settimeout(5)
         near.settimeout(5)
         wrapped = context.wrap_socket(far, server_side=True, do_handshake_on_connect=False)
-        trusting = client_context(ELSEWHERE).wrap_socket(near, server_hostname="127.0.0.1", do_handshake_on_connect=False)
+        trusting = client_context(ELSEWHERE).wrap_socket(
+            near, server_hostname="127.0.0.1", do_handshake_on_connect=False
+        )
         with pytest.raises(ssl.SSLCertVerificationError, match=r"127\.0\.0\.1"):
             shake(trusting, wrapped)
         wrapped.close()
@@ -128,7 +136,9 @@ def test_the_secret_is_asked_for_inside_tls_too(nodes: Cluster) -> None:
         StoreClient.connect(nodes.url, secret="guess", timeout_s=2.0)
 
 
-def test_strangers_at_the_door_of_tls_are_dropped_in_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_strangers_at_the_door_of_tls_are_dropped_in_time(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """Garbage, an opening in plain text, and one who says nothing."""
     monkeypatch.setattr(connections, "OPENING_S", 0.3)
     with cluster(tls=True) as nodes:
@@ -147,14 +157,23 @@ def test_strangers_at_the_door_of_tls_are_dropped_in_time(monkeypatch: pytest.Mo
 
 
 def test_a_holder_with_half_of_tls_does_not_start(nodes: Cluster) -> None:
-    holder = Holder(HolderConfig(nodes.address, LOCALHOST, 1 << 20, tls=server_context(CERTIFICATE, KEY)), SECRETS)
+    holder = Holder(
+        HolderConfig(nodes.address, LOCALHOST, 1 << 20, tls=server_context(CERTIFICATE, KEY)),
+        SECRETS,
+    )
     with pytest.raises(HolderError, match="--tls-cert"):
         nodes.do(holder.start())
 
 
 def test_urls() -> None:
     assert StoreUrl.parse("forebay+tls://h:1?ca=/x.pem").ca == Path("/x.pem")
-    for bad in ("forebay://h:1?ca=/x.pem", "forebay+tls://h:1?cert=x", "tls://h:1", "forebay+tls://h", "forebay://h:1,h:1"):
+    for bad in (
+        "forebay://h:1?ca=/x.pem",
+        "forebay+tls://h:1?cert=x",
+        "tls://h:1",
+        "forebay+tls://h",
+        "forebay://h:1,h:1",
+    ):
         with pytest.raises(AddressError):
             StoreUrl.parse(bad)
     with pytest.raises(TlsError, match="/nowhere"):

@@ -67,13 +67,19 @@ class Desk:
         self.log.show(TENANT, b"k")
         self.view = LogView([os.dup(fd) for fd in self.hints.descriptors])
 
-    def read(self, between: Callable[[], object] = lambda: None, count: int = SIZE, offset: int = 0) -> bytes | None:
+    def read(
+        self, between: Callable[[], object] = lambda: None, count: int = SIZE, offset: int = 0
+    ) -> bytes | None:
         want = Want(b"k", offset, np.zeros(count, np.uint8))
         own = OwnRead.prepare(self.view, 3, TENANT, b"k", want.target)
         if own is None:
             return None
         between()
-        return want.target.tobytes() if own.unasked(want, time.monotonic() + 10) and want.status is Status.OK else None
+        return (
+            want.target.tobytes()
+            if own.unasked(want, time.monotonic() + 10) and want.status is Status.OK
+            else None
+        )
 
     def close(self) -> None:
         self.hints.close()
@@ -92,7 +98,11 @@ def test_nothing_is_read_unasked_but_whole_values_while_the_word_is_given(desk: 
     assert desk.read() is None
     desk.hints.vouch(True)
     assert desk.read() == desk.value
-    assert desk.read(count=100) is None and desk.read(count=SIZE - 1) is None and desk.read(offset=1) is None
+    assert (
+        desk.read(count=100) is None
+        and desk.read(count=SIZE - 1) is None
+        and desk.read(offset=1) is None
+    )
     assert desk.read(count=SIZE + 1) is None
     desk.hints.vouch(False)
     assert desk.read() is None
@@ -102,7 +112,9 @@ def test_nothing_is_read_unasked_but_whole_values_while_the_word_is_given(desk: 
     assert desk.read() is None
 
 
-def test_a_word_that_changes_while_a_slot_is_read_is_none(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_word_that_changes_while_a_slot_is_read_is_none(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
     desk.hints.vouch(True)
     assert desk.read() == desk.value
     check = log_hints.crc32c
@@ -120,7 +132,9 @@ def test_a_word_that_changes_while_a_slot_is_read_is_none(desk: Desk, monkeypatc
     assert desk.read() == desk.value
 
 
-def test_a_word_ends_with_the_lock_and_another_lock_does_not_renew_it(desk: Desk, tmp_path: Path) -> None:
+def test_a_word_ends_with_the_lock_and_another_lock_does_not_renew_it(
+    desk: Desk, tmp_path: Path
+) -> None:
     desk.hints.vouch(True)
     later: list[Lock] = []
 
@@ -165,8 +179,14 @@ class Witnessed:
         assert made.master is not None
         watch = made.master.watch
 
-        def watched(name: str, instance: str, witness: Callable[[bool, int, Sequence[tuple[int, Sequence[Grave]]]], None]) -> bool:
-            def checked(usable: bool, session: int, told: Sequence[tuple[int, Sequence[Grave]]]) -> None:
+        def watched(
+            name: str,
+            instance: str,
+            witness: Callable[[bool, int, Sequence[tuple[int, Sequence[Grave]]]], None],
+        ) -> bool:
+            def checked(
+                usable: bool, session: int, told: Sequence[tuple[int, Sequence[Grave]]]
+            ) -> None:
                 witness(usable, session, told)
                 self.check()
 
@@ -183,7 +203,11 @@ class Witnessed:
         assert log is not None and table is not None and master is not None
         with log._lock:
             known = list(log.index.items())
-            shown = [(place, record) for place, record in known if table.shows(*place, record)] if table.vouches else []
+            shown = (
+                [(place, record) for place, record in known if table.shows(*place, record)]
+                if table.vouches
+                else []
+            )
         for (tenant, key), record in shown:
             self.shown += 1
             held = master.machine.state.tenants[tenant].objects.get(key)
@@ -251,12 +275,18 @@ class Late(Putter):
     before_write: Callable[[], None]
 
     def _write_all(self, granted: list[tuple[Gift, Grant]]) -> dict[int, dict[int, Status]]:
-        revoke = PutRevoke(self._master.new_call(), [gift.key for gift, _ in granted], [grant.generation for _, grant in granted])
+        revoke = PutRevoke(
+            self._master.new_call(),
+            [gift.key for gift, _ in granted],
+            [grant.generation for _, grant in granted],
+        )
         self._master.ask(revoke, decode_master_to_client, self._deadline)
         self.before_write()
         return super()._write_all(granted)
 
-    def _end(self, granted: list[tuple[Gift, Grant]], results: dict[int, dict[int, Status]]) -> None:
+    def _end(
+        self, granted: list[tuple[Gift, Grant]], results: dict[int, dict[int, Status]]
+    ) -> None:
         for index, (gift, _) in enumerate(granted):
             [gift.status] = results[index].values()
 
@@ -301,11 +331,23 @@ def test_no_client_can_claim_more_reads_than_can_be_told(tmp_path: Path) -> None
         [peer] = client.masters[0]._holders._peers.values()
         with peer.words.lease(time.monotonic() + 15) as channel:
             for _ in range(3):  # more than any number on a wire can be
-                channel.send(encode(Touched([(b"k", 1)], most, most, most), optional=True), (), time.monotonic() + 15)
+                channel.send(
+                    encode(Touched([(b"k", 1)], most, most, most), optional=True),
+                    (),
+                    time.monotonic() + 15,
+                )
         assert made.master is not None
         counters = made.master.machine.state.counters
-        wait_for(lambda: counters.get("get_found") or counters.get("holder_lost") or holder.failed.is_set())
-        assert counters.get("get_found") and not counters.get("holder_lost") and not holder.failed.is_set()
+        wait_for(
+            lambda: (
+                counters.get("get_found") or counters.get("holder_lost") or holder.failed.is_set()
+            )
+        )
+        assert (
+            counters.get("get_found")
+            and not counters.get("holder_lost")
+            and not holder.failed.is_set()
+        )
 
 
 @pytest.mark.parametrize("how", ["beside", "apart", "promoting"])
@@ -315,17 +357,28 @@ def test_who_gives_its_word(tmp_path: Path, how: str, monkeypatch: pytest.Monkey
     config = MasterConfig(settle_s=0.0, lease_s=0.5, promotion_on_hit=how == "promoting")
     with cluster(config, beside=how != "apart") as made:
         made.holder(dram=16 * (SIZE + 64) + 4096, ssd=tmp_path / "log")
-        client, keys, buffer = made.client(), [b"k-%d" % number for number in range(60)], bytearray(SIZE)
+        client, keys, buffer = (
+            made.client(),
+            [b"k-%d" % number for number in range(60)],
+            bytearray(SIZE),
+        )
         for key in keys:
             assert client.put(key, content(key, 0)) is Status.OK
-        some = [key for key, tiers in zip(keys, client.tiers(keys), strict=True) if tiers == {Tier.SSD}][:20]
+        some = [
+            key for key, tiers in zip(keys, client.tiers(keys), strict=True) if tiers == {Tier.SSD}
+        ][:20]
         assert client.get_into([some[0]], [buffer]) == [Status.OK]  # opens the door, if nothing has
         before, found = unasked(client), client.stats().counters.get("got_ssd_bytes", 0)
         for key in some[1:]:
             assert client.get_into([key], [buffer]) == [Status.OK] and buffer == content(key, 0)
         assert unasked(client) - before == (len(some) - 1 if how == "beside" else 0)
         if how != "promoting":
-            wait_for(lambda: client.stats().counters.get("got_ssd_bytes", 0) >= found + (len(some) - 1) * SIZE)
+            wait_for(
+                lambda: (
+                    client.stats().counters.get("got_ssd_bytes", 0)
+                    >= found + (len(some) - 1) * SIZE
+                )
+            )
 
 
 def test_a_master_that_goes_takes_the_word_with_it(tmp_path: Path) -> None:
@@ -349,20 +402,35 @@ def test_nobody_believes_the_word_of_a_killed_store(tmp_path: Path) -> None:
     """Its table is still mapped and says what it said; what its successor removes is not read."""
     keys, buffer = [b"k-%d" % number for number in range(80)], bytearray(SIZE)
     with farm(tmp_path) as nodes:
-        args = ("--dram", "1MiB", "--ssd", str(tmp_path / "log"), "--lease-s", "0.5", "--fsync", "always")
+        args = (
+            "--dram",
+            "1MiB",
+            "--ssd",
+            str(tmp_path / "log"),
+            "--lease-s",
+            "0.5",
+            "--fsync",
+            "always",
+        )
         store = nodes.run("up", "--listen", "127.0.0.1:0", *args)
         with StoreClient.connect(store.url) as client, StoreClient.connect(store.url) as other:
             for key in keys:
                 assert client.put(key, content(key, 0)) is Status.OK
 
             def cold() -> list[bytes]:
-                return [key for key, tiers in zip(keys, client.tiers(keys), strict=True) if tiers == {Tier.SSD}]
+                return [
+                    key
+                    for key, tiers in zip(keys, client.tiers(keys), strict=True)
+                    if tiers == {Tier.SSD}
+                ]
 
             some = cold()[:20]
 
             def reads_unasked() -> bool:
                 before = unasked(client)
-                return client.get_into([some[0]], [buffer]) == [Status.OK] and unasked(client) > before
+                return (
+                    client.get_into([some[0]], [buffer]) == [Status.OK] and unasked(client) > before
+                )
 
             wait_for(reads_unasked, what="the store gives its word")
             [(number, view)] = logs(client)
@@ -372,7 +440,9 @@ def test_nobody_believes_the_word_of_a_killed_store(tmp_path: Path) -> None:
                 own = OwnRead.prepare(view, number, "default", key, want.target)
                 assert own is not None and own._hint.word, "the table is as it was"
                 assert not own.unasked(want, time.monotonic() + 10)
-                assert own.read.end(time.monotonic() + 10), "what was begun can still be used, if the answer is the right one"
+                assert own.read.end(time.monotonic() + 10), (
+                    "what was begun can still be used, if the answer is the right one"
+                )
             nodes.again(store)
             gone, stays = some[:10], some[10:]
             wait_for(lambda: other.remove(gone) == [Status.OK] * len(gone))
@@ -418,12 +488,25 @@ def test_readers_beside_removals_and_replacements_see_what_was_acknowledged(tmp_
                         continue
                     latest = begun[key]
                     version = int(bytes(buffer[:64]).split(b"/", 1)[1].split(b";", 1)[0])
-                    if buffer != content(key, version, len(buffer)) or not oldest <= version <= latest or not version % 3:
+                    if (
+                        buffer != content(key, version, len(buffer))
+                        or not oldest <= version <= latest
+                        or not version % 3
+                    ):
                         wrong.append((key, version, oldest, latest))
                 counts["unasked"] = unasked(client)
 
     with farm(tmp_path) as nodes:
-        args = ("--dram", "3MiB", "--ssd", str(tmp_path / "log"), "--ssd-size", "16MiB", "--lease-s", "0.5")
+        args = (
+            "--dram",
+            "3MiB",
+            "--ssd",
+            str(tmp_path / "log"),
+            "--ssd-size",
+            "16MiB",
+            "--lease-s",
+            "0.5",
+        )
         store = nodes.run("up", "--listen", "127.0.0.1:0", *args)
         threads = [threading.Thread(target=work, args=(store.url,)) for work in (change, read)]
         for thread in threads:

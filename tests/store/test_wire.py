@@ -54,8 +54,14 @@ GOLDEN: list[tuple[Message, str]] = [
         Located(4, 5.0, [Place(0, 9, 7, (Spot(1, Tier.MEMORY, 64, 7),))]),
         "010000001e000000000000000000000094a74c6f636174656404cb40140000000000009194000907919401004007",
     ),
-    (PutStart(5, [b"k"], [10]), "0100000011000000000000000000000094a850757453746172740591c4016b910a"),
-    (Bury(6, [Grave("t", b"k", 7, True, "h")]), "0100000012000000000000000000000093a442757279069195a174c4016b07c3a168"),
+    (
+        PutStart(5, [b"k"], [10]),
+        "0100000011000000000000000000000094a850757453746172740591c4016b910a",
+    ),
+    (
+        Bury(6, [Grave("t", b"k", 7, True, "h")]),
+        "0100000012000000000000000000000093a442757279069195a174c4016b07c3a168",
+    ),
     (
         Write(7, [Piece(b"k", 9, 64, 10, 0xDEADBEEF, b"12345678")]),
         "010000001f000000000000000000000093a55772697465079196c4016b09400acedeadbeefc4083132333435363738",
@@ -64,12 +70,22 @@ GOLDEN: list[tuple[Message, str]] = [
         Register("n", "i", "h", 1, "u", "m", 2, 3, 4),
         "010000001900000000000000000000009ba85265676973746572a16ea169a16801a175a16d02030490",
     ),
-    (Touched([(b"k", 9)], 100), "0100000012000000000000000000000095a7546f75636865649192c4016b09640000"),
-    (Challenge(b"n" * 16), "010000001d000000000000000000000092a94368616c6c656e6765c4106e6e6e6e6e6e6e6e6e6e6e6e6e6e6e6e"),
+    (
+        Touched([(b"k", 9)], 100),
+        "0100000012000000000000000000000095a7546f75636865649192c4016b09640000",
+    ),
+    (
+        Challenge(b"n" * 16),
+        "010000001d000000000000000000000092a94368616c6c656e6765c4106e6e6e6e6e6e6e6e6e6e6e6e6e6e6e6e",
+    ),
 ]
 
 
-@pytest.mark.parametrize("message, golden", GOLDEN, ids=lambda one: type(one).__name__ if not isinstance(one, str) else "")
+@pytest.mark.parametrize(
+    "message, golden",
+    GOLDEN,
+    ids=lambda one: type(one).__name__ if not isinstance(one, str) else "",
+)
 def test_golden_bytes(message: Message, golden: str) -> None:
     assert encode(message).hex() == golden
 
@@ -77,11 +93,19 @@ def test_golden_bytes(message: Message, golden: str) -> None:
 def test_what_an_older_side_says_without_the_fields_added_since() -> None:
     told = bytes.fromhex("93a7546f75636865649192c4016b0964")
     assert frames.decode_client_to_holder(told) == Touched([(b"k", 9)], 100, 0, 0)
-    assert frames.decode_holder_to_master(bytes.fromhex("94a44265617407a26f6bc3")) == Beat(7, "ok", True, 0, 0)
+    assert frames.decode_holder_to_master(bytes.fromhex("94a44265617407a26f6bc3")) == Beat(
+        7, "ok", True, 0, 0
+    )
 
 
 def test_a_prefix_is_refused_for_its_version_and_its_lengths() -> None:
-    for version, zero, body, payload in ((2, 0, 1, 0), (1, 1, 1, 0), (1, 0, 0, 0), (1, 0, 2**32 - 1, 0), (1, 0, 1, 2**63)):
+    for version, zero, body, payload in (
+        (2, 0, 1, 0),
+        (1, 1, 1, 0),
+        (1, 0, 0, 0),
+        (1, 0, 2**32 - 1, 0),
+        (1, 0, 1, 2**63),
+    ):
         with pytest.raises(FrameError):
             read_prefix(PREFIX.pack(version, 0, zero, body, payload))
 
@@ -170,7 +194,11 @@ def port(request: pytest.FixtureRequest, nodes: Cluster) -> int:
 
 def connected(nodes: Cluster, port: int) -> socket.socket:
     sock = socket.create_connection(("127.0.0.1", port), 5)
-    return client_context(CERTIFICATE).wrap_socket(sock, server_hostname="127.0.0.1") if nodes.tls else sock
+    return (
+        client_context(CERTIFICATE).wrap_socket(sock, server_hostname="127.0.0.1")
+        if nodes.tls
+        else sock
+    )
 
 
 def opened(nodes: Cluster, port: int) -> socket.socket:
@@ -225,7 +253,9 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_frame_drops_that_peer_and_nothing_else(nodes: Cluster, port: int, name: str) -> None:
+def test_a_hostile_frame_drops_that_peer_and_nothing_else(
+    nodes: Cluster, port: int, name: str
+) -> None:
     good = nodes.client(allow_local=False)
     assert good.put(name.encode(), b"value") in (Status.OK, Status.EXISTS)
     sock = opened(nodes, port)
@@ -277,7 +307,9 @@ def test_a_crowd_of_strangers_keeps_nobody_out(monkeypatch: pytest.MonkeyPatch, 
                 sock.close()
 
 
-def test_at_most_so_many_connections_are_served_and_more_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_at_most_so_many_connections_are_served_and_more_are_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with cluster() as nodes:
         monkeypatch.setattr(listener, "MAX_CONNECTIONS", 3)
         peers = [opened(nodes, nodes.address.port) for _ in range(3)]
@@ -293,7 +325,9 @@ def test_at_most_so_many_connections_are_served_and_more_are_told(monkeypatch: p
 def test_descriptors_that_run_out_are_taken_from_strangers(tmp_path: Path) -> None:
     with farm(tmp_path) as nodes:
         nodes.prelude = "import resource\nresource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))"
-        port = int(nodes.run("up", "--listen", "127.0.0.1:0", "--dram", "8MiB").url.rpartition(":")[2])
+        port = int(
+            nodes.run("up", "--listen", "127.0.0.1:0", "--dram", "8MiB").url.rpartition(":")[2]
+        )
         silent = [socket.create_connection(("127.0.0.1", port), 5) for _ in range(150)]
         with StoreClient.connect(f"forebay://127.0.0.1:{port}", timeout_s=10.0) as client:
             assert client.put(b"k", b"value") is Status.OK and client.get(b"k") == b"value"
@@ -316,7 +350,9 @@ class Nobody:
 
 
 @pytest.mark.parametrize("linger_s, aborted", [(-1.0, True), (60.0, False)])
-def test_a_dropped_peer_that_does_not_read_why_is_cut_off(monkeypatch: pytest.MonkeyPatch, linger_s: float, aborted: bool) -> None:
+def test_a_dropped_peer_that_does_not_read_why_is_cut_off(
+    monkeypatch: pytest.MonkeyPatch, linger_s: float, aborted: bool
+) -> None:
     monkeypatch.setattr(connection, "LINGER_S", linger_s)
     registry: dict[int, connection.Connection] = {}
     transport, peer = StuckTransport(), connection.Connection(Nobody(), 1, registry)
@@ -328,12 +364,18 @@ def test_a_dropped_peer_that_does_not_read_why_is_cut_off(monkeypatch: pytest.Mo
     assert transport.aborted is aborted
 
 
-def test_a_writer_that_stops_half_way_is_dropped_and_its_range_is_not_readable(nodes: Cluster) -> None:
+def test_a_writer_that_stops_half_way_is_dropped_and_its_range_is_not_readable(
+    nodes: Cluster,
+) -> None:
     holder = nodes.holders[0]
     client = nodes.client(allow_local=False)
     channel_pool = client.masters[0]._master
     with channel_pool.lease(time.monotonic() + 5) as master:
-        granted = master.ask(PutStart(master.new_call(), [b"half"], [1000]), frames.decode_master_to_client, time.monotonic() + 5)
+        granted = master.ask(
+            PutStart(master.new_call(), [b"half"], [1000]),
+            frames.decode_master_to_client,
+            time.monotonic() + 5,
+        )
         room = granted.grants[0].rooms[0]  # type: ignore[union-attr]
         sock = opened(nodes, holder.address.port)
         piece = Piece(b"half", granted.grants[0].generation, room.offset, 1000, 0, room.token)  # type: ignore[union-attr]
@@ -344,7 +386,9 @@ def test_a_writer_that_stops_half_way_is_dropped_and_its_range_is_not_readable(n
     assert client.get(b"half") is None
 
 
-def test_a_payload_that_stands_still_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, nodes: Cluster) -> None:
+def test_a_payload_that_stands_still_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch, nodes: Cluster
+) -> None:
     """However much time so many bytes may take."""
     monkeypatch.setattr(connection, "FRAME_BYTES_PER_S", 1)
     piece = Piece(b"endless", 1, 0, 1 << 40, 0, b"12345678")
@@ -353,7 +397,9 @@ def test_a_payload_that_stands_still_is_not_waited_for(monkeypatch: pytest.Monke
     assert is_dropped(sock)
 
 
-def test_a_stranger_cannot_write_without_the_masters_token_nor_read_what_is_not_its_own(nodes: Cluster) -> None:
+def test_a_stranger_cannot_write_without_the_masters_token_nor_read_what_is_not_its_own(
+    nodes: Cluster,
+) -> None:
     holder = nodes.holders[0]
     client = nodes.client("victim", allow_local=False)
     client.put(b"secret", b"s" * 1000)
@@ -362,11 +408,15 @@ def test_a_stranger_cannot_write_without_the_masters_token_nor_read_what_is_not_
     piece = Piece(b"secret", entry.generation + 1, entry.offset, 1000, 0, b"12345678")
     sock.sendall(encode(Write(1, [piece]), 1000) + b"x" * 1000)
     prefix = read_prefix(_exactly(sock, PREFIX.size))
-    assert frames.decode_holder_to_client(_exactly(sock, prefix.body_bytes)) == Codes(1, bytes([Status.UNAVAILABLE]))
+    assert frames.decode_holder_to_client(_exactly(sock, prefix.body_bytes)) == Codes(
+        1, bytes([Status.UNAVAILABLE])
+    )
     sock.sendall(encode(ReadMemory(2, [Slice(entry.offset, entry.stamp, 0, 1000)])))
     prefix = read_prefix(_exactly(sock, PREFIX.size))
     assert prefix.payload_bytes == 0
-    assert frames.decode_holder_to_client(_exactly(sock, prefix.body_bytes)) == Codes(2, bytes([Status.NOT_FOUND]))
+    assert frames.decode_holder_to_client(_exactly(sock, prefix.body_bytes)) == Codes(
+        2, bytes([Status.NOT_FOUND])
+    )
     sock.close()
     assert client.get(b"secret") == b"s" * 1000
 
@@ -374,7 +424,9 @@ def test_a_stranger_cannot_write_without_the_masters_token_nor_read_what_is_not_
 def test_an_optional_frame_of_the_future_is_skipped(nodes: Cluster) -> None:
     sock = opened(nodes, nodes.holders[0].address.port)
     body = b"\x92\xa6Future\x01"
-    sock.sendall(PREFIX.pack(1, frames.OPTIONAL, 0, len(body), 0) + body + encode(ReadMemory(3, [])))
+    sock.sendall(
+        PREFIX.pack(1, frames.OPTIONAL, 0, len(body), 0) + body + encode(ReadMemory(3, []))
+    )
     prefix = read_prefix(_exactly(sock, PREFIX.size))
     assert frames.decode_holder_to_client(_exactly(sock, prefix.body_bytes)) == Codes(3, b"")
     sock.close()

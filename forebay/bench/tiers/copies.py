@@ -63,22 +63,49 @@ class _Rank:
     are put into it; ``stored``: what is fetched, in ordinary memory."""
 
     def __init__(self, config: ModelConfig, settings: Settings, directory: Path) -> None:
-        dtype = getattr(torch, config.dtype if settings.dtype is DType.AUTO else settings.dtype.value)
-        form = kv_format(settings.kv_dtype.value if settings.kv_dtype is not KvDType.AUTO else "auto", dtype)
+        dtype = getattr(
+            torch, config.dtype if settings.dtype is DType.AUTO else settings.dtype.value
+        )
+        form = kv_format(
+            settings.kv_dtype.value if settings.kv_dtype is not KvDType.AUTO else "auto", dtype
+        )
         shard = shards(config, settings.pp, settings.tp)[0][0]
-        self.device = KVPool(config, shard, POOL_PAGES, settings.page_size, dtype, torch.device("cpu"), form)
+        self.device = KVPool(
+            config, shard, POOL_PAGES, settings.page_size, dtype, torch.device("cpu"), form
+        )
         self.host = HostPool(self.device, POOL_PAGES)
         self.saved = threading.Event()
-        self.engine = CopyEngine(self.device, self.host, SpanRing("bench"), Meter(), lambda transfer, pages: self.saved.set())
+        self.engine = CopyEngine(
+            self.device,
+            self.host,
+            SpanRing("bench"),
+            Meter(),
+            lambda transfer, pages: self.saved.set(),
+        )
         block = self.device.block
-        self._process = EmbeddedStore(directory / "copies", dram=6 * PAGES * block.size, ssd=16 * PAGES * block.size)
-        self.store = open_for_rank(StoreAddress(self._process.url, self._process.secret, self.host.lent), 0, Meter())
+        self._process = EmbeddedStore(
+            directory / "copies", dram=6 * PAGES * block.size, ssd=16 * PAGES * block.size
+        )
+        self.store = open_for_rank(
+            StoreAddress(self._process.url, self._process.secret, self.host.lent), 0, Meter()
+        )
         own = Layout.of(config, settings.pp, settings.tp)
         manifest = Manifest(self.store, b"bench tiers", own)
         self.part = manifest.name(block.part)
         self.new_part = Manifest(self.store, b"new pages", own).name(block.part)
         reader = PageReader(self.store, self.host, block, own, manifest)
-        self.io = PageIo(self.store, reader, self.host, self.part, 1, 0, True, SpanRing("bench"), Meter(), self._heard)
+        self.io = PageIo(
+            self.store,
+            reader,
+            self.host,
+            self.part,
+            1,
+            0,
+            True,
+            SpanRing("bench"),
+            Meter(),
+            self._heard,
+        )
         self.fetched = threading.Event()
         self.came = 0
         self.stored = torch.empty((PAGES, block.size), dtype=torch.uint8).fill_(1)
@@ -115,12 +142,16 @@ class _Rank:
         """Raises ``TtftError`` if the store has moved some of what is fetched to its disk."""
         places = self._process.client.tiers([hash + self.part for hash in self.hashes])
         if any(Tier.MEMORY not in tiers for tiers in places):
-            raise TtftError("the store no longer had every page in memory, so it is not known what the fetches measured")
+            raise TtftError(
+                "the store no longer had every page in memory, so it is not known what the fetches measured"
+            )
 
     def pieces(self, copies: Sequence[Copy], to_device: bool) -> Spans:
         found = []
         for layer in range(self.device.layers):
-            for above, below in zip(self.device.pieces(layer), self.host.pieces(layer), strict=True):
+            for above, below in zip(
+                self.device.pieces(layer), self.host.pieces(layer), strict=True
+            ):
                 size = above[0].numel() * above.element_size()
                 for copy in copies:
                     ends = above[copy.device].data_ptr(), below[copy.host].data_ptr()
@@ -129,7 +160,13 @@ class _Rank:
         return found
 
 
-def measure(config: ModelConfig, settings: Settings, rounds: int, directory: Path, say: Callable[[str], None]) -> list[dict[str, Any]]:
+def measure(
+    config: ModelConfig,
+    settings: Settings,
+    rounds: int,
+    directory: Path,
+    say: Callable[[str], None],
+) -> list[dict[str, Any]]:
     """One row a kind of copy: GB/s of the engine and of memcpy, a value a round. Raises ``TtftError``."""
     rank = _Rank(config, settings, directory)
     try:
@@ -151,7 +188,10 @@ def _measure(rank: _Rank, rounds: int, say: Callable[[str], None]) -> list[dict[
                 floor.append(size / _memcpy_s(work.floor) / 1e9)
         rank.store.clear([rank.new_part], TIMEOUT_S)  # it holds a few rounds' pages
         rank.check_in_memory()
-    return [{"copy": name, "gb_s": own, "memcpy_gb_s": floor, "pages": PAGES} for name, (own, floor) in rates.items()]
+    return [
+        {"copy": name, "gb_s": own, "memcpy_gb_s": floor, "pages": PAGES}
+        for name, (own, floor) in rates.items()
+    ]
 
 
 def _works(rank: _Rank, dice: random.Random, number: int) -> list[Work]:
@@ -182,7 +222,10 @@ def _works(rank: _Rank, dice: random.Random, number: int) -> list[Work]:
 
     blocks = torch.frombuffer(rank.host.block(0), dtype=torch.uint8).data_ptr()
     size = rank.host.block_bytes
-    whole = [(blocks + key.host * size, rank.stored[index].data_ptr(), size) for index, key in enumerate(keys)]
+    whole = [
+        (blocks + key.host * size, rank.stored[index].data_ptr(), size)
+        for index, key in enumerate(keys)
+    ]
     return [
         Work("load", load, rank.pieces(copies, to_device=True)),
         Work("backup", back_up, rank.pieces(copies, to_device=False)),

@@ -47,7 +47,9 @@ class Cpu:
     store: float = 0.0
 
     def since(self, earlier: "Cpu") -> "Cpu":
-        return Cpu(self.compute - earlier.compute, self.beside - earlier.beside, self.store - earlier.store)
+        return Cpu(
+            self.compute - earlier.compute, self.beside - earlier.beside, self.store - earlier.store
+        )
 
 
 def arms(directory: Path) -> list[Arm]:
@@ -62,7 +64,9 @@ def arms(directory: Path) -> list[Arm]:
     ]
 
 
-def measure(model: str, settings: Settings, config: ModelConfig, directory: Path, say: Callable[[str], None]) -> list[dict[str, Any]]:
+def measure(
+    model: str, settings: Settings, config: ModelConfig, directory: Path, say: Callable[[str], None]
+) -> list[dict[str, Any]]:
     """One row an arm, in percent of the forward passes' CPU time. Raises ``TtftError``."""
     rows: dict[str, dict[str, Any]] = {}
     for arm in arms(directory):
@@ -99,8 +103,16 @@ def _measure(model: str, settings: Settings, config: ModelConfig, arm: Arm) -> C
 
 
 def _load(client: Client, config: ModelConfig, dice: random.Random, arm: Arm) -> None:
-    prompts = [[dice.randrange(first_token_id(config.vocab_size), config.vocab_size) for _ in range(TOKENS)] for _ in range(PROMPTS)]
-    answers = client.closed_load([Ask(index, prompt, False) for index, prompt in enumerate(prompts)], CONCURRENCY, "cost")
+    prompts = [
+        [
+            dice.randrange(first_token_id(config.vocab_size), config.vocab_size)
+            for _ in range(TOKENS)
+        ]
+        for _ in range(PROMPTS)
+    ]
+    answers = client.closed_load(
+        [Ask(index, prompt, False) for index, prompt in enumerate(prompts)], CONCURRENCY, "cost"
+    )
     if any(answer.cached_store for answer in answers):
         raise TtftError(f"{arm.name}: nothing was to be hit, and the store had some of it")
     drain(client, arm.name)

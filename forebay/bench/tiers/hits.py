@@ -55,7 +55,13 @@ class Samples:
 
 
 def measure(
-    model: str, settings: Settings, config: ModelConfig, tokens: int, rounds: int, directory: Path, say: Callable[[str], None]
+    model: str,
+    settings: Settings,
+    config: ModelConfig,
+    tokens: int,
+    rounds: int,
+    directory: Path,
+    say: Callable[[str], None],
 ) -> list[dict[str, Any]]:
     """One row a tier and store. Raises ``TtftError``."""
     size = tokens * _token_bytes(config, settings)
@@ -111,7 +117,13 @@ def _token_bytes(config: ModelConfig, settings: Settings) -> int:
 def _prime(client: Client, config: ModelConfig, tokens: int, store: str) -> list[Ask]:
     """Computed and stored: two prompts, and a third that comes last and is what a small store's memory has room for."""
     dice = random.Random(f"tiers/{store}")
-    prompts = [[dice.randrange(first_token_id(config.vocab_size), config.vocab_size) for _ in range(tokens)] for _ in range(3)]
+    prompts = [
+        [
+            dice.randrange(first_token_id(config.vocab_size), config.vocab_size)
+            for _ in range(tokens)
+        ]
+        for _ in range(3)
+    ]
     asks = [Ask(index, prompt, True) for index, prompt in enumerate(prompts)]
     for ask in asks:
         client.closed_load([ask], 1, SALT)
@@ -138,14 +150,24 @@ def _tiers(client: Client, store: str, files: Path) -> list[Tier]:
     return [*found, Tier("disk", "cached_store", from_disk)] if store == "file" else found
 
 
-def _round(client: Client, ask: Ask, tiers: Sequence[Tier], samples: Samples, tokens: int, server: int, size: int) -> None:
+def _round(
+    client: Client,
+    ask: Ask,
+    tiers: Sequence[Tier],
+    samples: Samples,
+    tokens: int,
+    server: int,
+    size: int,
+) -> None:
     for tier in tiers:
         answer, read = _hit(client, ask, tier, samples, tokens, server)
         samples.ttft_ms.setdefault(tier.name, []).append(1000 * answer.ttft_s)
         samples.disk_share.setdefault(tier.name, []).append(read / size)
 
 
-def _hit(client: Client, ask: Ask, tier: Tier, samples: Samples, tokens: int, server: int) -> tuple[Answer, int]:
+def _hit(
+    client: Client, ask: Ask, tier: Tier, samples: Samples, tokens: int, server: int
+) -> tuple[Answer, int]:
     """With the bytes that were read from disks for it. Asked again, and counted, if it was no whole hit: on a busy machine the store's
     answer may come too late to be waited for.
 
@@ -161,13 +183,17 @@ def _hit(client: Client, ask: Ask, tier: Tier, samples: Samples, tokens: int, se
             return answer, _disk_bytes(server) - before
         samples.missed[tier.name] += 1
         drain(client, tier.name)
-    raise TtftError(f"a hit of {tokens} tokens should have come from {tier.name}; {found} did ({tier.wanted}), asked {TRIES} times")
+    raise TtftError(
+        f"a hit of {tokens} tokens should have come from {tier.name}; {found} did ({tier.wanted}), asked {TRIES} times"
+    )
 
 
 def _disk_bytes(server: int) -> int:
     """What a server and its children have had read from disks so far (proc(5), ``read_bytes``)."""
     first = psutil.Process(server)
-    return sum(process.io_counters().read_bytes for process in (first, *first.children(recursive=True)))
+    return sum(
+        process.io_counters().read_bytes for process in (first, *first.children(recursive=True))
+    )
 
 
 def _fill_page_cache(directory: Path) -> None:

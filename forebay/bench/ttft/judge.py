@@ -18,14 +18,20 @@ class Rules:
     strict: bool
 
 
-def judge(block: Block, computed: Sequence[Answer], answers: Sequence[Answer], rules: Rules) -> list[str]:
+def judge(
+    block: Block, computed: Sequence[Answer], answers: Sequence[Answer], rules: Rules
+) -> list[str]:
     """What is wrong with the block's answers, one line each. ``computed``: the answers of the block's hits when they were primed."""
     texts = {answer.index: answer.output for answer in computed}
     problems = []
     for ask, answer in zip(block.asks, answers, strict=True):
-        found = _tiers(block, ask, answer, rules) or (_text(texts[ask.index], answer.output, rules) if ask.is_hit else "")
+        found = _tiers(block, ask, answer, rules) or (
+            _text(texts[ask.index], answer.output, rules) if ask.is_hit else ""
+        )
         if found:
-            problems.append(f"round {block.round + 1}, {block.group}, {block.arm.name}, request {ask.index}: {found}")
+            problems.append(
+                f"round {block.round + 1}, {block.group}, {block.arm.name}, request {ask.index}: {found}"
+            )
     return problems
 
 
@@ -33,7 +39,11 @@ def _tiers(block: Block, ask: Ask, answer: Answer, rules: Rules) -> str:
     if answer.cached_device or answer.cached_host:
         return f"{answer.cached_device} tokens came from device and {answer.cached_host} from host memory, which were flushed"
     if not ask.is_hit or block.arm.route is FetchRoute.OFF:
-        return f"{answer.cached_store} tokens came from the store; it was to miss" if answer.cached_store else ""
+        return (
+            f"{answer.cached_store} tokens came from the store; it was to miss"
+            if answer.cached_store
+            else ""
+        )
     # A prompt of whole pages has its last token computed all the same, and may count that page or not.
     least = (len(ask.prompt) - 1) // rules.page_size * rules.page_size
     if answer.cached_store < least:

@@ -68,7 +68,9 @@ class Client:
         """Send each at its time. Raises ``TtftError``."""
         threads = ThreadPoolExecutor(min(len(asks), MAX_THREADS))
         began = time.monotonic()
-        return _all(threads, [threads.submit(self._complete, ask, salt, began + ask.at_s) for ask in asks])
+        return _all(
+            threads, [threads.submit(self._complete, ask, salt, began + ask.at_s) for ask in asks]
+        )
 
     def _complete(self, ask: Ask, salt: str, due: float | None = None) -> Answer:
         """``due``: when to send it, on the monotonic clock; None: now."""
@@ -103,24 +105,32 @@ class Client:
             raise TtftError(f"asked for {self._output_len} tokens and got {len(positions)}")
         details = usage["prompt_tokens_details"]
         tiers = (details["cached_device"], details["cached_host"], details["cached_store"])
-        return Answer(ask.index, name, int(sent * 1e9), first - sent, total_s, *tiers, tuple(positions))
+        return Answer(
+            ask.index, name, int(sent * 1e9), first - sent, total_s, *tiers, tuple(positions)
+        )
 
     def _json(self, method: str, path: str, body: bytes | None) -> Any:
         with self._response(method, path, body) as response:
             return json.loads(response.read())
 
     @contextlib.contextmanager
-    def _response(self, method: str, path: str, body: bytes | None) -> Iterator[http.client.HTTPResponse]:
+    def _response(
+        self, method: str, path: str, body: bytes | None
+    ) -> Iterator[http.client.HTTPResponse]:
         """A connection of its own for each request: one that is kept may be closed by the server just as it is used again."""
         connection = http.client.HTTPConnection(self._address, timeout=TIMEOUT_S)
         try:
-            connection.request(method, path, body, {"Content-Type": "application/json", "Connection": "close"})
+            connection.request(
+                method, path, body, {"Content-Type": "application/json", "Connection": "close"}
+            )
             response = connection.getresponse()
             if response.status != 200:
                 raise TtftError(f"the server refused {path}: {_message(response.read())}")
             yield response
         except (OSError, http.client.HTTPException) as error:
-            raise TtftError(f"the server does not answer {path}: {type(error).__name__}: {error}") from error
+            raise TtftError(
+                f"the server does not answer {path}: {type(error).__name__}: {error}"
+            ) from error
         finally:
             connection.close()
 

@@ -38,7 +38,11 @@ class Arm:
 
     @property
     def name(self) -> str:
-        return self.route.value if self.host_mode is None else f"{self.route.value}:{self.host_mode.value}"
+        return (
+            self.route.value
+            if self.host_mode is None
+            else f"{self.route.value}:{self.host_mode.value}"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,13 +152,19 @@ def check(experiment: Experiment, max_context: int) -> None:
         )
     _check_hits(experiment)
     if shape.rate is not None and shape.utilisation is not None:
-        raise TtftError("--rate and --utilisation are given; give one of them, or none for --concurrency")
+        raise TtftError(
+            "--rate and --utilisation are given; give one of them, or none for --concurrency"
+        )
     if shape.rate is not None and shape.rate <= 0:
         raise TtftError(f"--rate is {shape.rate}; it must be above 0 requests a second")
     if shape.utilisation is not None and not 0 < shape.utilisation < 1:
-        raise TtftError(f"--utilisation is {shape.utilisation}; it must be above 0 and below 1, a share of the measured capacity")
+        raise TtftError(
+            f"--utilisation is {shape.utilisation}; it must be above 0 and below 1, a share of the measured capacity"
+        )
     if settings.max_running + settings.max_waiting < shape.concurrency:
-        raise TtftError(f"--concurrency is {shape.concurrency}; --max-running and --max-waiting let in fewer; give more of them")
+        raise TtftError(
+            f"--concurrency is {shape.concurrency}; --max-running and --max-waiting let in fewer; give more of them"
+        )
 
 
 def _check_hits(experiment: Experiment) -> None:
@@ -173,23 +183,41 @@ def _check_hits(experiment: Experiment) -> None:
         )
 
 
-def blocks(experiment: Experiment, first_token: int, vocab_size: int, done_rounds: int = 0) -> Iterator[list[Block]]:
+def blocks(
+    experiment: Experiment, first_token: int, vocab_size: int, done_rounds: int = 0
+) -> Iterator[list[Block]]:
     """Round by round, the blocks of all groups and arms in the order in which they are measured."""
     each = experiment.shape.requests // experiment.shape.rounds
     for number in range(done_rounds, experiment.shape.rounds):
         found: list[Block] = []
         for place, group in enumerate(experiment.groups):
-            asks = draw(f"{experiment.seed}/{number}/{group}", group, each, experiment.shape.input_len, first_token, vocab_size)
-            turns = experiment.arms if (number + place) % 2 == 0 else tuple(reversed(experiment.arms))
+            asks = draw(
+                f"{experiment.seed}/{number}/{group}",
+                group,
+                each,
+                experiment.shape.input_len,
+                first_token,
+                vocab_size,
+            )
+            turns = (
+                experiment.arms if (number + place) % 2 == 0 else tuple(reversed(experiment.arms))
+            )
             found += [Block(number, group, arm, asks) for arm in turns]
         yield found
 
 
-def draw(seed: str, group: Group, count: int, tokens: int, first_token: int, vocab_size: int) -> tuple[Ask, ...]:
+def draw(
+    seed: str, group: Group, count: int, tokens: int, first_token: int, vocab_size: int
+) -> tuple[Ask, ...]:
     """``count`` requests with random prompts."""
     dice = random.Random(seed)
     return tuple(
-        Ask(index, [dice.randrange(first_token, vocab_size) for _ in range(tokens)], group.is_hit(index)) for index in range(count)
+        Ask(
+            index,
+            [dice.randrange(first_token, vocab_size) for _ in range(tokens)],
+            group.is_hit(index),
+        )
+        for index in range(count)
     )
 
 

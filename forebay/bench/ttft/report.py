@@ -43,7 +43,9 @@ def render(result: dict[str, Any]) -> str:
         verdict=_verdict(result),
         legend=_legend(routes),
         changes=_changes(result["change"], routes),
-        distributions="\n".join(_group(group, result["samples"], routes) for group in about["groups"]),
+        distributions="\n".join(
+            _group(group, result["samples"], routes) for group in about["groups"]
+        ),
         timeline=_timelines(result["timeline"], routes),
         numbers=_numbers(result["groups"], routes),
         spans=_span_colours(),
@@ -59,7 +61,9 @@ def _load(result: dict[str, Any]) -> str:
     about = result["config"]
     load = f"{about['concurrency']} requests in flight"
     if result["rates_per_s"]:
-        load = "requests at random times, " + ", ".join(f"{group} {rate:.2f}/s" for group, rate in result["rates_per_s"].items())
+        load = "requests at random times, " + ", ".join(
+            f"{group} {rate:.2f}/s" for group, rate in result["rates_per_s"].items()
+        )
     return (
         f"{_h(about['model'])}, {_h(about['dtype'])}, {about['pp']} stages x {about['tp']} ranks; {about['input_len']} tokens in, "
         f"{about['output_len']} out, in chunks of {about['chunk_size']}; {_h(load)}; fetch policy {_h(about['fetch_policy'])}; "
@@ -75,7 +79,10 @@ def _verdict(result: dict[str, Any]) -> str:
 
 
 def _legend(routes: Sequence[str]) -> str:
-    return "".join(f'<span class="key"><i class="swatch r{number}"></i>{_h(route)}</span>' for number, route in enumerate(routes))
+    return "".join(
+        f'<span class="key"><i class="swatch r{number}"></i>{_h(route)}</span>'
+        for number, route in enumerate(routes)
+    )
 
 
 def _changes(changes: Sequence[dict[str, Any]], routes: Sequence[str]) -> str:
@@ -83,9 +90,13 @@ def _changes(changes: Sequence[dict[str, Any]], routes: Sequence[str]) -> str:
     rows = []
     for entry in changes:
         if entry["kind"] != entry["group"]:
-            words = entry["group"] if entry["group"] != "mixed" else f"mixed, {_kind(entry['kind'])}"
+            words = (
+                entry["group"] if entry["group"] != "mixed" else f"mixed, {_kind(entry['kind'])}"
+            )
             label = words + (f", {entry['route']}" if len(routes) > 2 else "")
-            rows.append(Interval(label, routes.index(entry["route"]), entry["mean_pct"], *entry["mean_ci"]))
+            rows.append(
+                Interval(label, routes.index(entry["route"]), entry["mean_pct"], *entry["mean_ci"])
+            )
     if not rows:
         return ""
     drawing = forest(rows, "change of the mean time to first token with 95 % intervals")
@@ -98,11 +109,18 @@ def _group(group: str, samples: Sequence[dict[str, Any]], routes: Sequence[str])
     figures = []
     for kind, is_hit in (("hit", True), ("miss", False)):
         values = {
-            route: [sample["ttft_ms"] for sample in mine if sample["route"] == route and sample["is_hit"] == is_hit] for route in routes
+            route: [
+                sample["ttft_ms"]
+                for sample in mine
+                if sample["route"] == route and sample["is_hit"] == is_hit
+            ]
+            for route in routes
         }
         if all(values.values()):
             drawing = distribution(values, f"time to first token, group {group}, {kind}")
-            figures.append(f"<figure><figcaption>{_h(group)}: {_kind(kind)}</figcaption>{drawing}</figure>")
+            figures.append(
+                f"<figure><figcaption>{_h(group)}: {_kind(kind)}</figcaption>{drawing}</figure>"
+            )
     return "".join(figures)
 
 
@@ -119,16 +137,25 @@ def _timelines(timelines: Sequence[dict[str, Any]], routes: Sequence[str]) -> st
         bars = [bar for span in entry["spans"] if (bar := _bar(span, begin, end)) is not None]
         kinds |= dict.fromkeys(bar.kind for bar in bars)
         if bars:
-            bars.sort(key=lambda bar: (bar.lane.startswith("rank"), bar.lane, not bar.faded))  # the planner first; own spans on top
+            bars.sort(
+                key=lambda bar: (bar.lane.startswith("rank"), bar.lane, not bar.faded)
+            )  # the planner first; own spans on top
             marks = {"sent": 0.0, f"first token, {entry['ttft_ms']:.1f} ms": entry["ttft_ms"]}
             drawing = gantt(bars, tuple(_TRACKS), begin, end, marks, f"one hit by {entry['route']}")
             swatch = f'<i class="swatch r{routes.index(entry["route"])}"></i>'
-            caption = f"<figcaption>{swatch}{_h(entry['route'])}, group {_h(entry['group'])}</figcaption>"
-            figures.append(f'<figure class="full">{caption}<div class="wide">{drawing}</div></figure>')
+            caption = (
+                f"<figcaption>{swatch}{_h(entry['route'])}, group {_h(entry['group'])}</figcaption>"
+            )
+            figures.append(
+                f'<figure class="full">{caption}<div class="wide">{drawing}</div></figure>'
+            )
     if not figures:
         return ""
     known = [kind for kind in _SPAN_TEXTS if kind in kinds]
-    keys = "".join(f'<span class="key"><i class="swatch k-{kind}"></i>{kind}: {_h(_SPAN_TEXTS[kind])}</span>' for kind in known)
+    keys = "".join(
+        f'<span class="key"><i class="swatch k-{kind}"></i>{kind}: {_h(_SPAN_TEXTS[kind])}</span>'
+        for kind in known
+    )
     text = "What every process did during the hit of median time in the last round. Faded: for other requests that ran meanwhile."
     return f'<section><h2>One hit, seen from inside</h2><p>{text}</p><p class="keys">{keys}</p>{"".join(figures)}</section>'
 
@@ -140,15 +167,21 @@ def _bar(span: dict[str, Any], begin: float, end: float) -> Bar | None:
     if track is None or stop <= start or (track in _ONLY_OWN and not span["own"]):
         return None
     title = f"{span['kind']} {span['id']}: {span['ms']:.2f} ms from {span['start_ms']:.2f} ms ({span['value']})"
-    return Bar(span["process"], track, span["kind"], start, stop - start, title, faded=not span["own"])
+    return Bar(
+        span["process"], track, span["kind"], start, stop - start, title, faded=not span["own"]
+    )
 
 
 def _numbers(groups: Sequence[dict[str, Any]], routes: Sequence[str]) -> str:
     rows = []
     for entry in groups:
-        times = "".join(f"<td>{entry['ttft_ms'][name]:.1f}" for name in ("mean", "p50", "p90", "p99"))
+        times = "".join(
+            f"<td>{entry['ttft_ms'][name]:.1f}" for name in ("mean", "p50", "p90", "p99")
+        )
         swatch = f'<i class="swatch r{routes.index(entry["route"])}"></i>'
-        words = f"<td>{_h(entry['group'])}<td>{_kind(entry['kind'])}<td>{swatch}{_h(entry['route'])}"
+        words = (
+            f"<td>{_h(entry['group'])}<td>{_kind(entry['kind'])}<td>{swatch}{_h(entry['route'])}"
+        )
         rows.append(f"<tr>{words}<td>{entry['n']}<td>{entry['storage_hits']}{times}")
     return "".join(rows)
 
@@ -157,7 +190,10 @@ def _span_colours() -> str:
     """Kinds that mean the same on other tracks share a colour."""
     shared = {"staged": "ticket", "apply": "plan", "sample": "plan"}
     names = {kind: shared.get(kind, kind) for kind in _SPAN_TEXTS}
-    rules = (f"rect.k-{kind} {{ fill: var(--{name}); }} i.k-{kind} {{ background: var(--{name}); }}" for kind, name in names.items())
+    rules = (
+        f"rect.k-{kind} {{ fill: var(--{name}); }} i.k-{kind} {{ background: var(--{name}); }}"
+        for kind, name in names.items()
+    )
     return "\n".join(rules) + "\n.faded { opacity: 0.28; }"
 
 

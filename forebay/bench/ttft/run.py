@@ -20,7 +20,18 @@ from forebay.bench.token_ids import first_token_id
 from forebay.bench.ttft import summary
 from forebay.bench.ttft.judge import Rules, judge
 from forebay.bench.ttft.load import Answer
-from forebay.bench.ttft.plan import Arm, Ask, Block, Experiment, Group, TtftError, arrivals, blocks, check, draw
+from forebay.bench.ttft.plan import (
+    Arm,
+    Ask,
+    Block,
+    Experiment,
+    Group,
+    TtftError,
+    arrivals,
+    blocks,
+    check,
+    draw,
+)
 from forebay.bench.ttft.server import ArmServer, servers
 from forebay.bench.ttft.summary import Sample
 from forebay.bench.ttft.timeline import median_hits
@@ -50,7 +61,12 @@ class Record:
     timeline: list[dict[str, Any]] = field(default_factory=list)
 
 
-def run(experiment: Experiment, progress: Progress, save: Callable[[dict[str, Any]], None], before: Any = None) -> dict[str, Any]:
+def run(
+    experiment: Experiment,
+    progress: Progress,
+    save: Callable[[dict[str, Any]], None],
+    before: Any = None,
+) -> dict[str, Any]:
     """The result document of INTERFACES, with samples and the timeline of one hit beside it.
 
     ``before``: a document of the same experiment to go on from. Raises ``TtftError``, and what reading a model raises.
@@ -77,7 +93,15 @@ def run(experiment: Experiment, progress: Progress, save: Callable[[dict[str, An
 def describe(experiment: Experiment, model: str, dtype: str) -> dict[str, Any]:
     """The document's ``config``."""
     settings: dict[str, Any] = msgspec.to_builtins(experiment.settings, enc_hook=str)
-    for name in ("api_key", "dtype", "host", "port", "served_model_name", "fetch_route", "timeline"):
+    for name in (
+        "api_key",
+        "dtype",
+        "host",
+        "port",
+        "served_model_name",
+        "fetch_route",
+        "timeline",
+    ):
         settings.pop(name)
     return {
         "model": model,
@@ -116,16 +140,27 @@ def _resumed(before: Any, about: dict[str, Any]) -> Record:
                 f"--resume: that file was measured with {other} = {there[other]!r}, not {about[other]!r}; give another --output"
             )
         samples = [Sample(**sample) for sample in before["samples"]]
-        return Record(before["rounds_done"], samples, list(before["problems"]), dict(before["rates_per_s"]), list(before["timeline"]))
+        return Record(
+            before["rounds_done"],
+            samples,
+            list(before["problems"]),
+            dict(before["rates_per_s"]),
+            list(before["timeline"]),
+        )
     except (KeyError, TypeError, AttributeError) as error:
-        raise TtftError(f"--resume: that file is no result of bench ttft ({error!r}); give another --output") from error
+        raise TtftError(
+            f"--resume: that file is no result of bench ttft ({error!r}); give another --output"
+        ) from error
 
 
 def _memory(experiment: Experiment, config: ModelConfig, dtype: str) -> dict[str, int]:
     """Pages for a whole block on each rank, so that primed pages stay until they are stored. Bytes."""
     settings, shape = experiment.settings, experiment.shape
     prompt_pages = -(-(shape.input_len + shape.output_len) // settings.page_size) + 1
-    requests = max(shape.requests // shape.rounds, WARM_REQUESTS, _capacity_requests(experiment)) + shape.concurrency
+    requests = (
+        max(shape.requests // shape.rounds, WARM_REQUESTS, _capacity_requests(experiment))
+        + shape.concurrency
+    )
     ranks = [shard for stage in shards(config, settings.pp, settings.tp) for shard in stage]
     form = kv_format(_kv_dtype(settings, dtype), getattr(torch, dtype))
     page = max(page_block(config, shard, settings.page_size, form).size for shard in ranks)
@@ -144,7 +179,14 @@ def _capacity_requests(experiment: Experiment) -> int:
 class _Bench:
     """Runs blocks on started servers and keeps the record."""
 
-    def __init__(self, experiment: Experiment, config: ModelConfig, rules: Rules, record: Record, progress: Progress) -> None:
+    def __init__(
+        self,
+        experiment: Experiment,
+        config: ModelConfig,
+        rules: Rules,
+        record: Record,
+        progress: Progress,
+    ) -> None:
         self._experiment = experiment
         self._shape = experiment.shape
         self._vocab = config.vocab_size
@@ -159,13 +201,20 @@ class _Bench:
         for server in started:
             self._progress(f"warm-up: {server.arm.name}", 0)
             self._run(
-                server, self._extra("warm-up", Group.MIXED, server.arm, WARM_REQUESTS), f"{self._run_id}/warm-up/{server.arm.name}"
+                server,
+                self._extra("warm-up", Group.MIXED, server.arm, WARM_REQUESTS),
+                f"{self._run_id}/warm-up/{server.arm.name}",
             )
         self._set_rates(started)
-        for blocks_of_round in blocks(self._experiment, self._first, self._vocab, self._record.rounds_done):
+        for blocks_of_round in blocks(
+            self._experiment, self._first, self._vocab, self._record.rounds_done
+        ):
             samples: list[Sample] = []
             for block in blocks_of_round:
-                self._progress(f"round {block.round + 1} of {self._shape.rounds}: {block.group}, {block.arm.name}", 0)
+                self._progress(
+                    f"round {block.round + 1} of {self._shape.rounds}: {block.group}, {block.arm.name}",
+                    0,
+                )
                 samples += self._measure_block(by_arm[block.arm], block)
             self._record.samples += samples
             self._record.rounds_done += 1
@@ -214,7 +263,11 @@ class _Bench:
 
     def _concurrency(self, block: Block) -> int:
         """Blocks that find out the capacity keep all stages busy."""
-        return max(self._shape.concurrency, 2 * self._experiment.settings.pp) if block.round < 0 else self._shape.concurrency
+        return (
+            max(self._shape.concurrency, 2 * self._experiment.settings.pp)
+            if block.round < 0
+            else self._shape.concurrency
+        )
 
     @property
     def _store_is_ours(self) -> bool:
@@ -244,5 +297,7 @@ class _Bench:
     def _extra(self, purpose: str, group: Group, arm: Arm, count: int) -> Block:
         """A block that is no part of the result (round -1)."""
         seed = f"{self._experiment.seed}/{purpose}/{group}"
-        asks: tuple[Ask, ...] = draw(seed, group, count, self._shape.input_len, self._first, self._vocab)
+        asks: tuple[Ask, ...] = draw(
+            seed, group, count, self._shape.input_len, self._first, self._vocab
+        )
         return Block(-1, group, arm, asks)

@@ -53,7 +53,9 @@ def drain(client: Client, name: str) -> None:
     deadline = time.monotonic() + DRAIN_S
     while client.get("/cache")["tiers"]["store"]["writing"]:
         if time.monotonic() > deadline:
-            raise TtftError(f"{name}: pages have been on their way to the store for more than {DRAIN_S:.0f} s")
+            raise TtftError(
+                f"{name}: pages have been on their way to the store for more than {DRAIN_S:.0f} s"
+            )
         time.sleep(LOOK_S)
 
 
@@ -62,7 +64,9 @@ def flush(client: Client, tiers: Sequence[str]) -> None:
 
 
 @contextlib.contextmanager
-def servers(experiment: Experiment, directory: Path, sizes: dict[str, int]) -> Iterator[list[ArmServer]]:
+def servers(
+    experiment: Experiment, directory: Path, sizes: dict[str, int]
+) -> Iterator[list[ArmServer]]:
     """One server for each arm, ready; ended when the block is left. ``directory`` takes stores and span rings; ``sizes``: device and
     host memory where the settings name none.
 
@@ -75,13 +79,21 @@ def servers(experiment: Experiment, directory: Path, sizes: dict[str, int]) -> I
             place.mkdir()
             settings = arm_settings(experiment.settings, arm, place, sizes)
             server = stack.enter_context(running(experiment.model, settings))
-            started.append(ArmServer(arm, Client(server.url, MODEL_NAME, experiment.shape.output_len), place / "timeline"))
+            started.append(
+                ArmServer(
+                    arm,
+                    Client(server.url, MODEL_NAME, experiment.shape.output_len),
+                    place / "timeline",
+                )
+            )
         yield started
 
 
 def arm_settings(common: Settings, arm: Arm, place: Path, sizes: dict[str, int]) -> Settings:
     """The server's settings: a private store is kept in ``place``, so that each arm has one of its own."""
-    given: dict[str, Any] = {name: size for name, size in sizes.items() if getattr(common, name) is None}
+    given: dict[str, Any] = {
+        name: size for name, size in sizes.items() if getattr(common, name) is None
+    }
     if arm.host_mode is not None:
         given["host_mode"] = arm.host_mode
     store = common.store
@@ -149,7 +161,9 @@ def _wait_ready(process: "subprocess.Popen[bytes]", errors: IO[str]) -> str:
         return found[0]
     errors.seek(0)
     said = errors.read().strip().splitlines()
-    raise TtftError(f"the server did not start: {said[-1].removeprefix('forebay: ') if said else f'not ready after {START_S:.0f} s'}")
+    raise TtftError(
+        f"the server did not start: {said[-1].removeprefix('forebay: ') if said else f'not ready after {START_S:.0f} s'}"
+    )
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:

@@ -54,13 +54,27 @@ def changes(samples: Sequence[Sample], routes: Sequence[str], seed: int) -> list
     *others, baseline = routes
     found = []
     for group, kind in _kinds(samples):
-        before = {(sample.round, sample.index): sample.ttft_ms for sample in _select(samples, group, kind, baseline)}
+        before = {
+            (sample.round, sample.index): sample.ttft_ms
+            for sample in _select(samples, group, kind, baseline)
+        }
         for route in others:
-            after = {(sample.round, sample.index): sample.ttft_ms for sample in _select(samples, group, kind, route)}
+            after = {
+                (sample.round, sample.index): sample.ttft_ms
+                for sample in _select(samples, group, kind, route)
+            }
             pairs = sorted(before.keys() & after.keys())
             if pairs:
                 both = np.array([[after[pair], before[pair]] for pair in pairs])
-                found.append({"group": group, "kind": kind, "route": route, "baseline": baseline, **change(both, seed)})
+                found.append(
+                    {
+                        "group": group,
+                        "kind": kind,
+                        "route": route,
+                        "baseline": baseline,
+                        **change(both, seed),
+                    }
+                )
     return found
 
 
@@ -92,7 +106,9 @@ def _percent(new: Any, old: Any) -> Any:
 def _kinds(samples: Sequence[Sample]) -> Iterator[tuple[str, str]]:
     for group in dict.fromkeys(sample.group for sample in samples):
         kinds = {sample.is_hit for sample in samples if sample.group == group}
-        yield from ((group, kind) for kind, is_hit in (("hit", True), ("miss", False)) if is_hit in kinds)
+        yield from (
+            (group, kind) for kind, is_hit in (("hit", True), ("miss", False)) if is_hit in kinds
+        )
         yield group, "all"
 
 
@@ -100,5 +116,7 @@ def _select(samples: Sequence[Sample], group: str, kind: str, route: str) -> lis
     return [
         sample
         for sample in samples
-        if sample.group == group and sample.route == route and (kind == "all" or sample.is_hit == (kind == "hit"))
+        if sample.group == group
+        and sample.route == route
+        and (kind == "all" or sample.is_hit == (kind == "hit"))
     ]

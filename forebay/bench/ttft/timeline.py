@@ -48,18 +48,30 @@ def median_hits(started: Sequence[ArmServer], samples: Sequence[Sample]) -> list
         if processes and hit is not None:
             spans = list(_spans(processes, hit))
             shares = phases(spans, hit.ttft_ms)
-            found.append({"route": hit.route, "group": hit.group, "ttft_ms": hit.ttft_ms, "phases_ms": shares, "spans": spans})
+            found.append(
+                {
+                    "route": hit.route,
+                    "group": hit.group,
+                    "ttft_ms": hit.ttft_ms,
+                    "phases_ms": shares,
+                    "spans": spans,
+                }
+            )
     return found
 
 
 def phases(spans: Sequence[dict[str, Any]], ttft_ms: float) -> dict[str, float]:
     """`PHASES` of the request whose ``own`` spans these are, ms; their sum is ``ttft_ms``. Empty if spans are missing."""
     own = [span for span in spans if span["own"]]
-    queue, ticket, prefill = (next((s for s in own if s["kind"] == kind), None) for kind in ("queue", "ticket", "prefill"))
+    queue, ticket, prefill = (
+        next((s for s in own if s["kind"] == kind), None) for kind in ("queue", "ticket", "prefill")
+    )
     if queue is None or ticket is None or prefill is None:
         return {}
     fetched = ticket["start_ms"] + ticket["ms"]
-    computes = sum(span["ms"] for span in own if span["kind"] == "forward" and span["id"] == prefill["id"])
+    computes = sum(
+        span["ms"] for span in own if span["kind"] == "forward" and span["id"] == prefill["id"]
+    )
     answered = prefill["start_ms"] + prefill["ms"]
     times = (
         queue["start_ms"],
@@ -90,7 +102,10 @@ def _median_hit(samples: Sequence[Sample]) -> Sample | None:
         return None
     last = max(sample.round for sample in hits)
     group = "mixed" if any(sample.group == "mixed" for sample in hits) else hits[-1].group
-    some = sorted((sample for sample in hits if sample.round == last and sample.group == group), key=lambda sample: sample.ttft_ms)
+    some = sorted(
+        (sample for sample in hits if sample.round == last and sample.group == group),
+        key=lambda sample: sample.ttft_ms,
+    )
     return some[(len(some) - 1) // 2] if some else None
 
 
@@ -99,13 +114,22 @@ def _spans(processes: Sequence[Process], hit: Sample) -> Iterator[dict[str, Any]
     begin = hit.sent_ns - MARGIN_NS
     end = hit.sent_ns + int(1e6 * hit.ttft_ms) + MARGIN_NS
     near = [
-        (name, span) for name, spans in processes for span in spans if span.start_ns < end and span.start_ns + span.duration_ns > begin
+        (name, span)
+        for name, spans in processes
+        for span in spans
+        if span.start_ns < end and span.start_ns + span.duration_ns > begin
     ]
-    transfers = {span.id for _, span in near if span.kind == SpanKind.TICKET and span.request == number}
-    plans = {span.id for _, span in near if span.kind == SpanKind.PREFILL and span.request == number}
+    transfers = {
+        span.id for _, span in near if span.kind == SpanKind.TICKET and span.request == number
+    }
+    plans = {
+        span.id for _, span in near if span.kind == SpanKind.PREFILL and span.request == number
+    }
     for name, span in near:
         is_own = span.request == number
-        is_own |= (span.kind in _OF_TRANSFER and span.id in transfers) or (span.kind in _OF_PLAN and span.id in plans)
+        is_own |= (span.kind in _OF_TRANSFER and span.id in transfers) or (
+            span.kind in _OF_PLAN and span.id in plans
+        )
         yield {
             "process": name,
             "kind": str(span.kind),

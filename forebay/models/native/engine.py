@@ -50,21 +50,39 @@ class _LayerPages(Structure):
 
 
 class _Span(Structure):
-    _fields_ = [("table_start", c_int64), *((name, c_int32) for name in ("row_start", "rows", "context", "items_before"))]
+    _fields_ = [
+        ("table_start", c_int64),
+        *((name, c_int32) for name in ("row_start", "rows", "context", "items_before")),
+    ]
 
 
 class _Batch(Structure):
     _fields_ = [
         ("positions", c_void_p),
         ("spans", POINTER(_Span)),
-        *((name, c_void_p) for name in ("tables", "write_rows", "write_pages", "write_offsets", "cosines", "sines")),
+        *(
+            (name, c_void_p)
+            for name in ("tables", "write_rows", "write_pages", "write_offsets", "cosines", "sines")
+        ),
         *((name, c_int32) for name in ("rows", "span_count", "writes", "page_size")),
     ]
 
 
 class _Shape(Structure):
     _fields_ = [
-        *((name, c_int32) for name in ("dtype", "kv_format", "hidden", "heads", "kv_heads", "head_dim", "intermediate", "threads")),
+        *(
+            (name, c_int32)
+            for name in (
+                "dtype",
+                "kv_format",
+                "hidden",
+                "heads",
+                "kv_heads",
+                "head_dim",
+                "intermediate",
+                "threads",
+            )
+        ),
         ("norm_eps", c_float),
     ]
 
@@ -93,7 +111,11 @@ class NativeLayers:
         self._kept: list[Tensor] = []
         layers = [self._layer(layer) for layer in weights]
         self._layers = (_Layer * len(layers))(*layers)
-        self._head = None if head is None else (self._keep(head.norm), self._pack(head.matrix), head.matrix.weight.shape[0])
+        self._head = (
+            None
+            if head is None
+            else (self._keep(head.norm), self._pack(head.matrix), head.matrix.weight.shape[0])
+        )
         self._kv: weakref.ref[KVPool] | None = None
         self._pages = (_LayerPages * 0)()
         self._engine = c_void_p()
@@ -111,7 +133,14 @@ class NativeLayers:
         given = self._batch(batch)
         if tp_group is None and on_layer is None:
             self._check(
-                self._library.forebay_layers(self._engine, self._layers, self._pages, len(self._layers), byref(given), _at(hidden))
+                self._library.forebay_layers(
+                    self._engine,
+                    self._layers,
+                    self._pages,
+                    len(self._layers),
+                    byref(given),
+                    _at(hidden),
+                )
             )
             return hidden
         for index in range(len(self._layers)):
@@ -125,18 +154,32 @@ class NativeLayers:
         norm, matrix, outputs = self._head
         hidden = hidden.contiguous()
         out = torch.empty(hidden.shape[0], outputs)
-        self._check(self._library.forebay_head(self._engine, norm, matrix, _at(hidden), hidden.shape[0], outputs, _at(out)))
+        self._check(
+            self._library.forebay_head(
+                self._engine, norm, matrix, _at(hidden), hidden.shape[0], outputs, _at(out)
+            )
+        )
         return out
 
-    def _one_layer(self, index: int, batch: _Batch, hidden: Tensor, tp_group: dist.ProcessGroup | None) -> Tensor:
+    def _one_layer(
+        self, index: int, batch: _Batch, hidden: Tensor, tp_group: dist.ProcessGroup | None
+    ) -> Tensor:
         layer, pages = byref(self._layers[index]), byref(self._pages[index])
         if tp_group is None:
-            self._check(self._library.forebay_layers(self._engine, layer, pages, 1, byref(batch), _at(hidden)))
+            self._check(
+                self._library.forebay_layers(
+                    self._engine, layer, pages, 1, byref(batch), _at(hidden)
+                )
+            )
             return hidden
         adds = int(self._shard.tp_rank == 0)
         for half in (self._library.forebay_attention, self._library.forebay_mlp):
             partial = torch.empty_like(hidden)
-            where = (pages, byref(batch)) if half is self._library.forebay_attention else (byref(batch),)
+            where = (
+                (pages, byref(batch))
+                if half is self._library.forebay_attention
+                else (byref(batch),)
+            )
             self._check(half(self._engine, layer, *where, _at(hidden), _at(partial), adds))
             hidden = sum_over_ranks(partial, tp_group)
         return hidden
@@ -163,7 +206,9 @@ class NativeLayers:
             raise MemoryError(f"no memory or threads for {self._threads} compute threads")
         weakref.finalize(kv, self._library.forebay_close, self._engine)
         self._kv = weakref.ref(kv)
-        self._pages = (_LayerPages * kv.layers)(*(_LayerPages(*map(_at, kv.pieces(layer))) for layer in range(kv.layers)))
+        self._pages = (_LayerPages * kv.layers)(
+            *(_LayerPages(*map(_at, kv.pieces(layer))) for layer in range(kv.layers))
+        )
 
     def _batch(self, batch: StageBatch) -> _Batch:
         """Addresses of the batch's tensors, which live longer than the call."""
@@ -172,17 +217,32 @@ class NativeLayers:
             spans.append(_Span(start, span.row_start, span.rows, span.context, 0))
             start += len(table)
         cos, sin = self._rope.tables(batch.total_max - 1)
-        tensors = (batch.flat_tables, batch.write_rows, batch.write_pages, batch.write_offsets, cos, sin)
+        tensors = (
+            batch.flat_tables,
+            batch.write_rows,
+            batch.write_pages,
+            batch.write_offsets,
+            cos,
+            sin,
+        )
         counts = (batch.rows, len(spans), len(batch.write_rows), batch.page_size)
-        return _Batch(_at(batch.positions), (_Span * len(spans))(*spans), *map(_at, tensors), *counts)
+        return _Batch(
+            _at(batch.positions), (_Span * len(spans))(*spans), *map(_at, tensors), *counts
+        )
 
     def _layer(self, layer: LayerWeights) -> _Layer:
         matrices = {name: getattr(layer, name) for name in ("qkv", "o", "gate", "up", "down")}
-        vectors = {name: getattr(layer, name) for name in ("attention_norm", "q_norm", "k_norm", "mlp_norm")}
+        vectors = {
+            name: getattr(layer, name)
+            for name in ("attention_norm", "q_norm", "k_norm", "mlp_norm")
+        }
         biases = {f"{name}_bias": matrix.bias for name, matrix in matrices.items()}
         return _Layer(
             **{name: self._pack(matrix) for name, matrix in matrices.items()},
-            **{name: None if vector is None else self._keep(vector) for name, vector in (vectors | biases).items()},
+            **{
+                name: None if vector is None else self._keep(vector)
+                for name, vector in (vectors | biases).items()
+            },
         )
 
     def _pack(self, matrix: Matrix) -> int:
@@ -196,26 +256,38 @@ class NativeLayers:
 
     def _check(self, status: int) -> None:
         if status:
-            raise MemoryError("no memory for the activations of a plan; give less with --chunk-size")
+            raise MemoryError(
+                "no memory for the activations of a plan; give less with --chunk-size"
+            )
 
 
 def refuse_unknown(config: ModelConfig, shard: Shard, dtype: torch.dtype) -> None:
     """Raise `NoKernels` for a model that the library has no code for."""
     if dtype not in _DTYPES:
-        raise NoKernels(f"they compute in float32 or bfloat16, not in {str(dtype).removeprefix('torch.')}")
+        raise NoKernels(
+            f"they compute in float32 or bfloat16, not in {str(dtype).removeprefix('torch.')}"
+        )
     if config.heads // config.kv_heads > GROUPS_MAX:
         raise NoKernels(
             f"they know up to {GROUPS_MAX} query heads for a key/value head; this model has {config.heads // config.kv_heads}"
         )
-    inner = (config.hidden_size, len(shard.heads(config)) * config.head_dim, len(shard.intermediate(config)))
+    inner = (
+        config.hidden_size,
+        len(shard.heads(config)) * config.head_dim,
+        len(shard.intermediate(config)),
+    )
     if dtype == torch.bfloat16 and any(size % 2 for size in inner):
-        raise NoKernels(f"they need even sizes in bfloat16; this model has {', '.join(map(str, inner))}")
+        raise NoKernels(
+            f"they need even sizes in bfloat16; this model has {', '.join(map(str, inner))}"
+        )
 
 
 def refuse_format(form: KvFormat) -> None:
     """Raise `NoKernels` for pages that this build of the library has no code for."""
     if not library().forebay_knows(_KV_FORMATS.index(form.name)):
-        raise NoKernels(f"the C compiler does not know {form.name}, which KV pages are kept in (--kv-dtype)")
+        raise NoKernels(
+            f"the C compiler does not know {form.name}, which KV pages are kept in (--kv-dtype)"
+        )
 
 
 def pack(weight: Tensor) -> Tensor:
@@ -237,7 +309,23 @@ def _bind(loaded: ctypes.CDLL) -> Any:
     loaded.forebay_close.argtypes = [c_void_p]
     loaded.forebay_close.restype = None
     loaded.forebay_layers.argtypes = [c_void_p, c_void_p, c_void_p, c_int32, c_void_p, c_void_p]
-    loaded.forebay_attention.argtypes = [c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_int32]
+    loaded.forebay_attention.argtypes = [
+        c_void_p,
+        c_void_p,
+        c_void_p,
+        c_void_p,
+        c_void_p,
+        c_void_p,
+        c_int32,
+    ]
     loaded.forebay_mlp.argtypes = [c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_int32]
-    loaded.forebay_head.argtypes = [c_void_p, c_void_p, c_void_p, c_void_p, c_int32, c_int32, c_void_p]
+    loaded.forebay_head.argtypes = [
+        c_void_p,
+        c_void_p,
+        c_void_p,
+        c_void_p,
+        c_int32,
+        c_int32,
+        c_void_p,
+    ]
     return loaded

@@ -32,14 +32,26 @@ class DirectoryStore:
 
     def __init__(self, directory: Path, size: int, free: int = 0) -> None:
         self._threads = FileThreads(THREADS)
-        opened = self._threads.run([Job(lambda job, scratch: _open(directory, size, free), None)], OPEN_S)[0]
+        opened = self._threads.run(
+            [Job(lambda job, scratch: _open(directory, size, free), None)], OPEN_S
+        )[0]
         if opened is None:
-            raise TimeoutError(f"{directory}: the file system does not answer within {OPEN_S:.0f} s")
+            raise TimeoutError(
+                f"{directory}: the file system does not answer within {OPEN_S:.0f} s"
+            )
         if isinstance(opened, OSError):
             raise opened
         self.files = opened
 
-    def match_prefix(self, keys: Sequence[bytes], parts: Sequence[bytes], *, hint: bool, timeout_s: float, group: bytes = b"") -> int:
+    def match_prefix(
+        self,
+        keys: Sequence[bytes],
+        parts: Sequence[bytes],
+        *,
+        hint: bool,
+        timeout_s: float,
+        group: bytes = b"",
+    ) -> int:
         deadline = time.monotonic() + timeout_s
 
         def match(job: Job[int], scratch: Scratch) -> int:
@@ -53,7 +65,10 @@ class DirectoryStore:
         return self._threads.run([Job(match, 0)], timeout_s)[0]
 
     def get_into(self, items: Sequence[GetItem], timeout_s: float) -> list[Status]:
-        jobs = [_get(self.files, key, list(some)) for key, some in itertools.groupby(items, key=lambda item: item.key)]
+        jobs = [
+            _get(self.files, key, list(some))
+            for key, some in itertools.groupby(items, key=lambda item: item.key)
+        ]
         return [status for statuses in self._threads.run(jobs, timeout_s) for status in statuses]
 
     def put_from(self, items: Sequence[PutItem], timeout_s: float) -> list[Status]:
@@ -66,9 +81,14 @@ class DirectoryStore:
                 free = files.free_bytes()
             except OSError as error:
                 return Health(False, f"{files.root}: {error.strerror}")
-            return Health(True, f"{files.count} objects, {files.used} of {files.size} bytes, {free} bytes free")
+            return Health(
+                True,
+                f"{files.count} objects, {files.used} of {files.size} bytes, {free} bytes free",
+            )
 
-        late = Health(False, f"{self.files.root}: the file system does not answer within {HEALTH_S:.0f} s")
+        late = Health(
+            False, f"{self.files.root}: the file system does not answer within {HEALTH_S:.0f} s"
+        )
         return self._threads.run([Job(look, late)], HEALTH_S)[0]
 
     def use(self) -> StoreUse:
@@ -82,7 +102,10 @@ class DirectoryStore:
 
     def clear(self, parts: Sequence[bytes], timeout_s: float) -> int:
         deadline = time.monotonic() + timeout_s
-        return self._threads.run([Job(lambda job, scratch: self.files.clear(parts, deadline), 0)], timeout_s + CLEAR_GRACE_S)[0]
+        return self._threads.run(
+            [Job(lambda job, scratch: self.files.clear(parts, deadline), 0)],
+            timeout_s + CLEAR_GRACE_S,
+        )[0]
 
     def close(self) -> None:
         self._threads.close()
@@ -109,7 +132,11 @@ def _get(files: PageFiles, key: bytes, items: list[GetItem]) -> Job[list[Status]
         for item, target in zip(items, targets, strict=True):
             fits = target is not None and item.offset + item.length <= len(value)
             if target is not None and fits:
-                job.touch(lambda target=target, item=item: _copy(target, value[item.offset : item.offset + item.length]))  # type: ignore[misc]
+                job.touch(
+                    lambda target=target, item=item: _copy(
+                        target, value[item.offset : item.offset + item.length]
+                    )
+                )  # type: ignore[misc]
             statuses.append(Status.OK if fits else Status.INVALID)
         return statuses
 
@@ -127,7 +154,9 @@ def _put(files: PageFiles, item: PutItem) -> Job[Status]:
         if files.has(item.key, len(value)):
             return Status.EXISTS
         own = scratch.take(len(value))
-        return files.write(item.key, own) if job.touch(lambda: _copy(own, value)) else Status.TIMEOUT
+        return (
+            files.write(item.key, own) if job.touch(lambda: _copy(own, value)) else Status.TIMEOUT
+        )
 
     return Job(work, Status.TIMEOUT)
 
@@ -138,7 +167,12 @@ def _target(item: GetItem) -> Bytes | None:
         target = as_bytes(item.buffer)[: item.length]
     except (TypeError, ValueError):
         return None
-    is_good = len(target) == item.length and item.length >= 1 and item.offset >= 0 and target.flags.writeable
+    is_good = (
+        len(target) == item.length
+        and item.length >= 1
+        and item.offset >= 0
+        and target.flags.writeable
+    )
     return target if is_good else None
 
 

@@ -34,11 +34,19 @@ class EmbeddedStore:
 
     def __init__(self, directory: Path, dram: int, ssd: int) -> None:
         self.secret = secrets.token_hex(32)
-        self._boot = {"directory": str(directory), "dram": dram, "ssd": ssd, "secret": self.secret, "listen": "127.0.0.1:0"}
+        self._boot = {
+            "directory": str(directory),
+            "dram": dram,
+            "ssd": ssd,
+            "secret": self.secret,
+            "listen": "127.0.0.1:0",
+        }
         self._child = _spawn()
         try:
             self.url, self.directory = self._start()
-            client = StoreClient.connect(self.url, secret=self.secret, prefetch=PrefetchOptions(enabled=True))
+            client = StoreClient.connect(
+                self.url, secret=self.secret, prefetch=PrefetchOptions(enabled=True)
+            )
         except BaseException:
             self._end()
             raise
@@ -50,7 +58,15 @@ class EmbeddedStore:
     def pid(self) -> int:
         return self._child.pid
 
-    def match_prefix(self, keys: Sequence[bytes], parts: Sequence[bytes], *, hint: bool, timeout_s: float, group: bytes = b"") -> int:
+    def match_prefix(
+        self,
+        keys: Sequence[bytes],
+        parts: Sequence[bytes],
+        *,
+        hint: bool,
+        timeout_s: float,
+        group: bytes = b"",
+    ) -> int:
         return self._store.match_prefix(keys, parts, hint=hint, timeout_s=timeout_s, group=group)
 
     def get_into(self, items: Sequence[GetItem], timeout_s: float) -> list[Status]:
@@ -61,7 +77,9 @@ class EmbeddedStore:
 
     def health(self) -> Health:
         if self._child.poll() is not None:
-            return Health(False, f"the embedded store's process ended with status {self._child.returncode}")
+            return Health(
+                False, f"the embedded store's process ended with status {self._child.returncode}"
+            )
         return self._store.health()
 
     def use(self) -> StoreUse:
@@ -78,7 +96,10 @@ class EmbeddedStore:
         """A child that has ended is started again on its address, so that clients find it. Raises ``OSError``."""
         if self._child.poll() is not None:
             self._end()
-            self._boot |= {"directory": str(self.directory), "listen": self.url.removeprefix("forebay://")}
+            self._boot |= {
+                "directory": str(self.directory),
+                "listen": self.url.removeprefix("forebay://"),
+            }
             self._child = _spawn()
             self.url, self.directory = self._start()
             self._wait_until_served()
@@ -101,7 +122,11 @@ class EmbeddedStore:
     def _wait_until_served(self) -> None:
         """The holder registers within moments; its inventory takes as long as it takes."""
         deadline = time.monotonic() + START_S
-        while not self._store.health().ok and self._child.poll() is None and time.monotonic() < deadline:
+        while (
+            not self._store.health().ok
+            and self._child.poll() is None
+            and time.monotonic() < deadline
+        ):
             time.sleep(0.02)
 
     def _end(self) -> None:
@@ -121,7 +146,9 @@ class EmbeddedStore:
 def default_directory() -> Path:
     """Beside converted models: FOREBAY_CACHE_DIR, else the platform's user cache directory."""
     override = os.environ.get("FOREBAY_CACHE_DIR")
-    return (Path(override) if override else platformdirs.user_cache_path("forebay", appauthor=False)) / "store"
+    return (
+        Path(override) if override else platformdirs.user_cache_path("forebay", appauthor=False)
+    ) / "store"
 
 
 def _spawn() -> subprocess.Popen[bytes]:

@@ -22,13 +22,18 @@ MAX_SIBLINGS = 64
 
 def _free_directory(directory: Path) -> Path:
     """``directory``, or the first of its sub-directories that no other server has. (A log file names itself, so they do not mix.)"""
-    for candidate in [directory, *(directory / f"server-{index}" for index in range(2, MAX_SIBLINGS))]:
+    for candidate in [
+        directory,
+        *(directory / f"server-{index}" for index in range(2, MAX_SIBLINGS)),
+    ]:
         try:
             Lock(candidate).release()
         except BlockingIOError:
             continue
         return candidate
-    raise HolderError(f"{directory} and {MAX_SIBLINGS - 2} sub-directories of it are in use; give another directory")
+    raise HolderError(
+        f"{directory} and {MAX_SIBLINGS - 2} sub-directories of it are in use; give another directory"
+    )
 
 
 def _main() -> int:
@@ -40,7 +45,9 @@ def _main() -> int:
         roles = Roles(
             listen=listen,
             master=MasterConfig(ssd_prefetch=True, settle_s=0.0),
-            holders=[HolderConfig(listen, Address(listen.host, 0), boot["dram"], directory, boot["ssd"])],
+            holders=[
+                HolderConfig(listen, Address(listen.host, 0), boot["dram"], directory, boot["ssd"])
+            ],
             secrets=auth.Secrets({auth.DEFAULT_TENANT: secret, auth.HOLDER_TENANT: secret}),
         )
 

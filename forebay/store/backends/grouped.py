@@ -36,7 +36,9 @@ class GroupedStore:
         """The state of the first that is not well, and which ones are not."""
         each = {name: store.figures for name, store in self._stores.items()}
         ill = {name: health for name, health in each.items() if health.state != State.CLOSED}
-        detail = f"{len(ill)} of {len(each)} masters: " + "; ".join(f"{name}: {health.detail}" for name, health in ill.items())
+        detail = f"{len(ill)} of {len(each)} masters: " + "; ".join(
+            f"{name}: {health.detail}" for name, health in ill.items()
+        )
         return StoreHealth(
             next((health.state for health in ill.values()), State.CLOSED),
             detail if ill else "",
@@ -44,8 +46,18 @@ class GroupedStore:
             sum(health.refused for health in each.values()),
         )
 
-    def match_prefix(self, keys: Sequence[bytes], parts: Sequence[bytes], *, hint: bool, timeout_s: float, group: bytes = b"") -> int:
-        return self._all[place_of(self._names, group)].match_prefix(keys, parts, hint=hint, timeout_s=timeout_s, group=group)
+    def match_prefix(
+        self,
+        keys: Sequence[bytes],
+        parts: Sequence[bytes],
+        *,
+        hint: bool,
+        timeout_s: float,
+        group: bytes = b"",
+    ) -> int:
+        return self._all[place_of(self._names, group)].match_prefix(
+            keys, parts, hint=hint, timeout_s=timeout_s, group=group
+        )
 
     def get_into(self, items: Sequence[GetItem], timeout_s: float) -> list[Status]:
         return self._divided(items, lambda store, some: store.get_into(some, timeout_s))
@@ -56,12 +68,17 @@ class GroupedStore:
     def health(self) -> Health:
         """``ok``: one of them at least."""
         each = {name: store.health() for name, store in self._stores.items()}
-        return Health(any(health.ok for health in each.values()), "; ".join(f"{name}: {h.detail}" for name, h in each.items()))
+        return Health(
+            any(health.ok for health in each.values()),
+            "; ".join(f"{name}: {h.detail}" for name, h in each.items()),
+        )
 
     def use(self) -> StoreUse:
         each = [store.use() for store in self._all]
         return StoreUse(
-            _summed([use.sizes for use in each]), _summed([use.counters for use in each]), _summed([use.throttle for use in each])
+            _summed([use.sizes for use in each]),
+            _summed([use.counters for use in each]),
+            _summed([use.throttle for use in each]),
         )
 
     def clear(self, parts: Sequence[bytes], timeout_s: float) -> int:
@@ -72,7 +89,9 @@ class GroupedStore:
         for store in self._all:
             store.close()
 
-    def _divided(self, items: Sequence[Item], call: Callable[[WatchedStore, list[Item]], list[Status]]) -> list[Status]:
+    def _divided(
+        self, items: Sequence[Item], call: Callable[[WatchedStore, list[Item]], list[Status]]
+    ) -> list[Status]:
         """Each item's status from its group's store."""
         places: dict[bytes, int] = {}
         work: dict[int, list[int]] = {}
@@ -85,7 +104,8 @@ class GroupedStore:
             return call(self._all[next(iter(work))], list(items))
         statuses = [Status.UNAVAILABLE] * len(items)
         calls = {
-            place: self._threads.submit(call, self._all[place], [items[index] for index in indices]) for place, indices in work.items()
+            place: self._threads.submit(call, self._all[place], [items[index] for index in indices])
+            for place, indices in work.items()
         }
         for place, indices in work.items():
             for index, status in zip(indices, calls[place].result(), strict=True):

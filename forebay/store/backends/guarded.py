@@ -80,7 +80,15 @@ class GuardedStore:
         self._after()
         return figures
 
-    def match_prefix(self, keys: Sequence[bytes], parts: Sequence[bytes], *, hint: bool, timeout_s: float, group: bytes = b"") -> int:
+    def match_prefix(
+        self,
+        keys: Sequence[bytes],
+        parts: Sequence[bytes],
+        *,
+        hint: bool,
+        timeout_s: float,
+        group: bytes = b"",
+    ) -> int:
         def judge(matched: int, took_s: float) -> tuple[Outcome, str]:
             if took_s >= max(timeout_s, LATE_S):
                 return Outcome.FAILED, f"no answer to a query within {timeout_s:.1f} s"
@@ -93,11 +101,21 @@ class GuardedStore:
 
     def get_into(self, items: Sequence[GetItem], timeout_s: float) -> list[Status]:
         nothing = [Status.UNAVAILABLE] * len(items)
-        return self._call(lambda store: _whole(store.get_into(items, timeout_s), nothing), _judge_get, timeout_s, nothing)
+        return self._call(
+            lambda store: _whole(store.get_into(items, timeout_s), nothing),
+            _judge_get,
+            timeout_s,
+            nothing,
+        )
 
     def put_from(self, items: Sequence[PutItem], timeout_s: float) -> list[Status]:
         nothing = [Status.UNAVAILABLE] * len(items)
-        return self._call(lambda store: _whole(store.put_from(items, timeout_s), nothing), _judge_put, timeout_s, nothing)
+        return self._call(
+            lambda store: _whole(store.put_from(items, timeout_s), nothing),
+            _judge_put,
+            timeout_s,
+            nothing,
+        )
 
     def health(self) -> Health:
         figures = self.figures
@@ -124,7 +142,11 @@ class GuardedStore:
     # ------------------------------------------------------------------------------------------ calls
 
     def _call(
-        self, call: Callable[[PageStore], T], judge: Callable[[T, float], tuple[Outcome, str]], timeout_s: float, refusal: T
+        self,
+        call: Callable[[PageStore], T],
+        judge: Callable[[T, float], tuple[Outcome, str]],
+        timeout_s: float,
+        refusal: T,
     ) -> T:
         began = time.monotonic()
         with self._changed:
@@ -150,7 +172,9 @@ class GuardedStore:
             transitions = self._breaker.take_transitions()
             if self._breaker.next_probe() is not None and not self._closed:
                 if self._thread is None:
-                    self._thread = threading.Thread(target=self._run_probes, name="store-probe", daemon=True)
+                    self._thread = threading.Thread(
+                        target=self._run_probes, name="store-probe", daemon=True
+                    )
                     self._thread.start()
                 self._changed.notify_all()
         for transition in transitions:
@@ -199,9 +223,15 @@ class GuardedStore:
             return ""
         if status in _THERE:
             value[:] = bytes(len(value))
-            status = store.get_into([GetItem(self._probe_key, 0, len(value), value)], PROBE_TIMEOUT_S)[0]
+            status = store.get_into(
+                [GetItem(self._probe_key, 0, len(value), value)], PROBE_TIMEOUT_S
+            )[0]
             if status is Status.OK:
-                return "" if bytes(value) == self._probe_key else "it returned other bytes than were put"
+                return (
+                    ""
+                    if bytes(value) == self._probe_key
+                    else "it returned other bytes than were put"
+                )
         return f"a probe of {len(value)} bytes ended with {status.name}"
 
 

@@ -7,7 +7,12 @@ from urllib.parse import parse_qsl
 from forebay.store.address import AddressError
 from forebay.store.backend import PageStore
 from forebay.store.backends.directory import DirectoryStore
-from forebay.store.backends.embedded import DEFAULT_DRAM, DEFAULT_SSD, EmbeddedStore, default_directory
+from forebay.store.backends.embedded import (
+    DEFAULT_DRAM,
+    DEFAULT_SSD,
+    EmbeddedStore,
+    default_directory,
+)
 from forebay.store.backends.forebay import ForebayStore
 from forebay.store.client.lent import Lent
 from forebay.store.client.prefetcher import PrefetchOptions
@@ -25,7 +30,11 @@ class StoreURLError(ValueError):
 
 
 def open_store(
-    url: str, tenant: str = "default", secret: str | Path | None = None, patient: bool = True, lent: Lent | None = None
+    url: str,
+    tenant: str = "default",
+    secret: str | Path | None = None,
+    patient: bool = True,
+    lent: Lent | None = None,
 ) -> PageStore | None:
     """The store that ``url`` names; None for ``none``. ``patient`` and ``lent`` as for `StoreClient.connect`.
 
@@ -37,17 +46,30 @@ def open_store(
     try:
         if name == "embedded" or name.startswith("embedded:"):
             sizes = _sizes(query, {"dram": DEFAULT_DRAM, "ssd": DEFAULT_SSD})
-            directory = Path(name.removeprefix("embedded").removeprefix(":")) if ":" in name else default_directory()
+            directory = (
+                Path(name.removeprefix("embedded").removeprefix(":"))
+                if ":" in name
+                else default_directory()
+            )
             return EmbeddedStore(directory, sizes["dram"], sizes["ssd"])
         if name.startswith("file:"):
             sizes = _sizes(query, {"size": DEFAULT_FILE_BYTES, "free": DEFAULT_FREE_BYTES})
             return DirectoryStore(Path(name.removeprefix("file:")), sizes["size"], sizes["free"])
         if name.startswith(("forebay://", "forebay+tls://")):
             return ForebayStore(
-                StoreClient.connect(url, tenant, secret, prefetch=PrefetchOptions(enabled=True), patient=patient, lent=lent)
+                StoreClient.connect(
+                    url,
+                    tenant,
+                    secret,
+                    prefetch=PrefetchOptions(enabled=True),
+                    patient=patient,
+                    lent=lent,
+                )
             )
     except (AddressError, TlsError, OSError) as error:
-        raise StoreURLError(f"store {url!r}: {error}; allowed: {_FORMS}; --store none does without") from error
+        raise StoreURLError(
+            f"store {url!r}: {error}; allowed: {_FORMS}; --store none does without"
+        ) from error
     raise StoreURLError(f"{url!r} is no store; allowed: {_FORMS}")
 
 
@@ -59,6 +81,8 @@ def _sizes(query: str, known: dict[str, int]) -> dict[str, int]:
             raise StoreURLError(f"unknown store option {name!r}; allowed: {', '.join(known)}")
         match = re.fullmatch(r"(\d+)([KMGT]i)?B?", value)
         if match is None or not int(match[1]):
-            raise StoreURLError(f"store option {name}={value!r} is no size; write it as 512MiB, 8GiB or a number of bytes above 0")
+            raise StoreURLError(
+                f"store option {name}={value!r} is no size; write it as 512MiB, 8GiB or a number of bytes above 0"
+            )
         sizes[name] = int(match[1]) << _SHIFTS[match[2]]
     return sizes

@@ -37,7 +37,13 @@ _COUNTING_SHARE = 100
 _LISTINGS = 64  # the directory is listed anew when a 64th of its size has been put: others put and remove too
 _FOREIGN_STALE_S = 3600.0
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-_BAD_FILE = (errno.EIO, errno.EISDIR, errno.EACCES, errno.EPERM, errno.ELOOP)  # says nothing of other files, or of us
+_BAD_FILE = (
+    errno.EIO,
+    errno.EISDIR,
+    errno.EACCES,
+    errno.EPERM,
+    errno.ELOOP,
+)  # says nothing of other files, or of us
 _numbers = itertools.count()  # of this process: it may have several stores in one directory
 
 
@@ -57,7 +63,9 @@ class PageFiles:
         self._temporary = root / "tmp"
         self._machine = hashlib.sha256(this_machine().encode()).hexdigest()[:12]
         self._lock = threading.Lock()
-        self._files: OrderedDict[str, int] = OrderedDict()  # name -> bytes, least recently used first
+        self._files: OrderedDict[str, int] = (
+            OrderedDict()
+        )  # name -> bytes, least recently used first
         self._stubborn: dict[str, int] = {}  # cannot be removed
         self._used = 0
         self._put_since_listed = 0
@@ -90,7 +98,11 @@ class PageFiles:
         except FileNotFoundError:
             return Status.NOT_FOUND
         except OSError as error:
-            return Status.CHECKSUM if error.errno in _BAD_FILE and self._give_up(path) else Status.UNAVAILABLE
+            return (
+                Status.CHECKSUM
+                if error.errno in _BAD_FILE and self._give_up(path)
+                else Status.UNAVAILABLE
+            )
         value = _value_of(data, key)
         if value is None:
             self._give_up(path)
@@ -235,7 +247,9 @@ class PageFiles:
                 found.append((stat.st_mtime_ns, entry.name, stat.st_size))
         with self._lock:
             self._stubborn = {name: size for _, name, size in found if name in self._stubborn}
-            self._files = OrderedDict((name, size) for _, name, size in sorted(found) if name not in self._stubborn)
+            self._files = OrderedDict(
+                (name, size) for _, name, size in sorted(found) if name not in self._stubborn
+            )
             self._used = sum(size for _, _, size in found)
 
     def _sweep_temporary(self) -> None:
@@ -287,7 +301,11 @@ def _value_of(data: Bytes, key: bytes) -> Bytes | None:
         return None
     magic, key_bytes, value_bytes, crc = _HEAD.unpack_from(data.data)
     begin = _HEAD.size + key_bytes
-    if magic != _MAGIC or begin + value_bytes != len(data) or data[_HEAD.size : begin].tobytes() != key:
+    if (
+        magic != _MAGIC
+        or begin + value_bytes != len(data)
+        or data[_HEAD.size : begin].tobytes() != key
+    ):
         return None
     value = data[begin:]
     return value if crc32c(value.data) == crc else None

@@ -41,14 +41,21 @@ class AsyncStoreClient:
         """As `StoreClient.connect`."""
 
         def connect() -> StoreClient:
-            return StoreClient.connect(url, tenant, secret, timeout_s=timeout_s, allow_local=allow_local, prefetch=prefetch)
+            return StoreClient.connect(
+                url, tenant, secret, timeout_s=timeout_s, allow_local=allow_local, prefetch=prefetch
+            )
 
         return cls(await asyncio.get_running_loop().run_in_executor(None, connect))
 
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         await self.close()
 
     async def close(self) -> None:
@@ -58,7 +65,9 @@ class AsyncStoreClient:
     async def put(self, key: bytes, buf: Buffer, group: bytes | None = None) -> Status:
         return await self._run(lambda: self._client.put(key, buf, group))
 
-    async def put_from(self, keys: Sequence[bytes], bufs: Sequence[Buffer], groups: Sequence[bytes] | None = None) -> list[Status]:
+    async def put_from(
+        self, keys: Sequence[bytes], bufs: Sequence[Buffer], groups: Sequence[bytes] | None = None
+    ) -> list[Status]:
         return await self._run(lambda: self._client.put_from(keys, bufs, groups=groups))
 
     async def get(self, key: bytes, group: bytes | None = None) -> bytes | None:
@@ -73,18 +82,28 @@ class AsyncStoreClient:
     ) -> list[Status]:
         return await self._run(lambda: self._client.get_into(keys, bufs, offsets, groups=groups))
 
-    async def exists(self, keys: Sequence[bytes], prefetch: bool = False, groups: Sequence[bytes] | None = None) -> list[bool]:
+    async def exists(
+        self, keys: Sequence[bytes], prefetch: bool = False, groups: Sequence[bytes] | None = None
+    ) -> list[bool]:
         return await self._run(lambda: self._client.exists(keys, prefetch, groups=groups))
 
     async def match_prefix(
-        self, keys: Sequence[bytes], parts: Sequence[bytes] = (), prefetch: bool = False, group: bytes | None = None
+        self,
+        keys: Sequence[bytes],
+        parts: Sequence[bytes] = (),
+        prefetch: bool = False,
+        group: bytes | None = None,
     ) -> int:
-        return await self._run(lambda: self._client.match_prefix(keys, parts, prefetch, group=group))
+        return await self._run(
+            lambda: self._client.match_prefix(keys, parts, prefetch, group=group)
+        )
 
     async def prefetch(self, keys: Sequence[bytes]) -> int:
         return await self._run(lambda: self._client.prefetch(keys))
 
-    async def remove(self, keys: Sequence[bytes], groups: Sequence[bytes] | None = None) -> list[Status]:
+    async def remove(
+        self, keys: Sequence[bytes], groups: Sequence[bytes] | None = None
+    ) -> list[Status]:
         return await self._run(lambda: self._client.remove(keys, groups=groups))
 
     async def stats(self) -> StoreStats:

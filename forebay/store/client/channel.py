@@ -22,7 +22,15 @@ from forebay.store.backend import Status
 from forebay.store.native import library as native
 from forebay.store.native.reads import OneRead
 from forebay.store.wire import auth
-from forebay.store.wire.frames import PREFIX, BodyDecoder, FrameError, Prefix, decode_opening, encode, read_prefix
+from forebay.store.wire.frames import (
+    PREFIX,
+    BodyDecoder,
+    FrameError,
+    Prefix,
+    decode_opening,
+    encode,
+    read_prefix,
+)
 from forebay.store.wire.loopback import send_unpaced
 from forebay.store.wire.messages import Challenge, Message, Refused, Role, Welcome
 
@@ -66,10 +74,18 @@ class Channel:
         """The pool's, which has it meanwhile (`holders.Pool`)."""
 
     @staticmethod
-    def connect(address: Address, tenant: str, secret: bytes, deadline: float, tls: ssl.SSLContext | None = None) -> "Channel":
+    def connect(
+        address: Address,
+        tenant: str,
+        secret: bytes,
+        deadline: float,
+        tls: ssl.SSLContext | None = None,
+    ) -> "Channel":
         """Raises ``ChannelError``, ``TimeoutError``."""
         try:
-            connected = socket.create_connection((address.host, address.port), max(0.001, deadline - time.monotonic()))
+            connected = socket.create_connection(
+                (address.host, address.port), max(0.001, deadline - time.monotonic())
+            )
         except TimeoutError:
             raise
         except OSError as error:
@@ -78,7 +94,11 @@ class Channel:
             raise ChannelError(f"{address}: {error}") from error
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         send_unpaced(connected)
-        channel = Channel(connected) if tls is None else TlsChannel.wrap(connected, address, tls, deadline)
+        channel = (
+            Channel(connected)
+            if tls is None
+            else TlsChannel.wrap(connected, address, tls, deadline)
+        )
         try:
             channel.open(tenant, secret, deadline)
         except BaseException:
@@ -109,7 +129,13 @@ class Channel:
         return self._calls
 
     def ask(
-        self, message: Message, decode: BodyDecoder[T], deadline: float, beside: OneRead | None = None, *, hurry: bool = False
+        self,
+        message: Message,
+        decode: BodyDecoder[T],
+        deadline: float,
+        beside: OneRead | None = None,
+        *,
+        hurry: bool = False,
     ) -> T:
         """Send a message without payload and wait for one without payload. ``beside``: a read that is to be begun before. ``hurry``: as
         for ``exchange``."""
@@ -119,7 +145,9 @@ class Channel:
             raise ChannelError("a payload came where none was due")
         return answer
 
-    def exchange(self, frame: bytes, deadline: float, beside: OneRead | None = None, *, hurry: bool = False) -> None:
+    def exchange(
+        self, frame: bytes, deadline: float, beside: OneRead | None = None, *, hurry: bool = False
+    ) -> None:
         """Send ``frame``, and receive what comes first if that can be had in the same breath (`native.exchange`, `OneRead.ask`).
         ``hurry``: spend some of a core on having it soon, if the machine is quiet enough for that to help."""
         exchange = native.exchange()
@@ -134,7 +162,9 @@ class Channel:
         fd, room, sent_at = self._socket.fileno(), _SCRATCH_BYTES, ctypes.byref(sent)
         count = beside.ask(fd, frame, self._address, room, sent_at) if beside is not None else None
         if count is None:
-            count = exchange(fd, frame, len(frame), self._address, room, sent_at, LOOK_NS if hurry else 0)
+            count = exchange(
+                fd, frame, len(frame), self._address, room, sent_at, LOOK_NS if hurry else 0
+            )
         if count > 0:
             self._end = count
         elif count == 0:
@@ -190,7 +220,9 @@ class Channel:
         self._begin += ready
         view = target.data
         while ready < len(view):
-            wait_until = deadline if patience_s is None else min(deadline, time.monotonic() + patience_s)
+            wait_until = (
+                deadline if patience_s is None else min(deadline, time.monotonic() + patience_s)
+            )
             ready += self._receive(view[ready:], wait_until, socket.MSG_WAITALL)
 
     def close(self) -> None:
@@ -258,7 +290,9 @@ class Channel:
             return
         micros = int(left * 1e6) + 1
         option = socket.SO_SNDTIMEO if send else socket.SO_RCVTIMEO
-        self._socket.setsockopt(socket.SOL_SOCKET, option, _TIMEVAL.pack(micros // 1_000_000, micros % 1_000_000))
+        self._socket.setsockopt(
+            socket.SOL_SOCKET, option, _TIMEVAL.pack(micros // 1_000_000, micros % 1_000_000)
+        )
         self._timeouts = (self._timeouts[0], left) if send else (left, self._timeouts[1])
 
 
@@ -266,7 +300,9 @@ class TlsChannel(Channel):
     """The same inside TLS, where there is neither gathering nor waiting for all, and deadlines are Python's."""
 
     @staticmethod
-    def wrap(connected: socket.socket, address: Address, tls: ssl.SSLContext, deadline: float) -> "TlsChannel":
+    def wrap(
+        connected: socket.socket, address: Address, tls: ssl.SSLContext, deadline: float
+    ) -> "TlsChannel":
         """Shake hands. Raises ``ChannelError``, ``TimeoutError``; ``connected`` is closed then."""
         try:
             connected.settimeout(max(0.001, deadline - time.monotonic()))
@@ -278,7 +314,9 @@ class TlsChannel(Channel):
             connected.close()
             raise ChannelError(f"{address}: TLS: {error}") from error
 
-    def exchange(self, frame: bytes, deadline: float, beside: OneRead | None = None, *, hurry: bool = False) -> None:
+    def exchange(
+        self, frame: bytes, deadline: float, beside: OneRead | None = None, *, hurry: bool = False
+    ) -> None:
         if beside is not None:
             beside.begin()
         self.send(frame, (), deadline)
@@ -287,7 +325,9 @@ class TlsChannel(Channel):
         self._socket.settimeout(0)
         self._timeouts = (0.0, 0.0)
         try:
-            socket.socket.recv(self._socket, 1, socket.MSG_PEEK | socket.MSG_DONTWAIT)  # of the bytes below TLS
+            socket.socket.recv(
+                self._socket, 1, socket.MSG_PEEK | socket.MSG_DONTWAIT
+            )  # of the bytes below TLS
         except BlockingIOError:
             return False
         except OSError:

@@ -90,7 +90,11 @@ class Reader:
                 groups.setdefault((spot.holder, spot.tier), []).append((want, spot))
             for (number, tier), group in groups.items():
                 self._read_group(number, tier, group)
-            pending = [want for want in pending if want.status not in (Status.OK, Status.INVALID) and want.spots]
+            pending = [
+                want
+                for want in pending
+                if want.status not in (Status.OK, Status.INVALID) and want.spots
+            ]
 
     def _best(self, want: Want) -> Spot:
         """Take the nearest untried spot of a want."""
@@ -111,7 +115,9 @@ class Reader:
             peer = self._holders.get(number, self._deadline)
             if peer is None:
                 return
-            deadline = min(self._deadline, time.monotonic() + FAILOVER_S) if other_ways else self._deadline
+            deadline = (
+                min(self._deadline, time.monotonic() + FAILOVER_S) if other_ways else self._deadline
+            )
             if tier is Tier.MEMORY and peer.attach(deadline):
                 self._copy_mapped(peer, group)
                 return
@@ -131,19 +137,29 @@ class Reader:
         segment = peer.segment
         if segment is None:
             return
-        statuses = segment.copy_out([Copied(spot.offset, spot.stamp, want.offset, want.target) for want, spot in group])
+        statuses = segment.copy_out(
+            [Copied(spot.offset, spot.stamp, want.offset, want.target) for want, spot in group]
+        )
         for (want, _), status in zip(group, statuses, strict=True):
             want.status, want.stale = status, status is not Status.OK
 
-    def _read_memory(self, channel: Channel, group: list[tuple[Want, Spot]], patience_s: float | None) -> None:
-        slices = [Slice(spot.offset, spot.stamp, want.offset, len(want.target)) for want, spot in group]
-        channel.exchange(encode(ReadMemory(channel.new_call(), slices)), self._soon(patience_s), hurry=True)
+    def _read_memory(
+        self, channel: Channel, group: list[tuple[Want, Spot]], patience_s: float | None
+    ) -> None:
+        slices = [
+            Slice(spot.offset, spot.stamp, want.offset, len(want.target)) for want, spot in group
+        ]
+        channel.exchange(
+            encode(ReadMemory(channel.new_call(), slices)), self._soon(patience_s), hurry=True
+        )
         answer, prefix = channel.receive(decode_holder_to_client, self._soon(patience_s))
         if not isinstance(answer, Codes) or len(answer.codes) != len(group):
             raise ChannelError("codes were due")
         good = [pair for pair, code in zip(group, answer.codes, strict=True) if code == Status.OK]
         if prefix.payload_bytes != sum(len(want.target) for want, _ in good):
-            raise ChannelError(f"a payload of {prefix.payload_bytes} bytes does not fit what was asked for")
+            raise ChannelError(
+                f"a payload of {prefix.payload_bytes} bytes does not fit what was asked for"
+            )
         for (want, _), code in zip(group, answer.codes, strict=True):
             want.status = status_of(code) if code != Status.OK else Status.UNAVAILABLE
             want.stale = code == Status.NOT_FOUND
@@ -164,7 +180,9 @@ class Reader:
         for (want, _), code in zip(good, answer.codes, strict=True):
             want.status = Status.OK if code == Status.OK else Status.LEASE_EXPIRED
 
-    def _read_log(self, channel: Channel, group: list[tuple[Want, Spot]], patience_s: float | None) -> None:
+    def _read_log(
+        self, channel: Channel, group: list[tuple[Want, Spot]], patience_s: float | None
+    ) -> None:
         cuts = [Cut(want.key, want.generation, want.offset, len(want.target)) for want, _ in group]
         channel.send(encode(ReadSsd(channel.new_call(), cuts)), (), self._deadline)
         for _ in group:
@@ -174,7 +192,9 @@ class Reader:
             want = group[answer.index][0]
             if answer.code == Status.OK:
                 if prefix.payload_bytes != len(want.target):
-                    raise ChannelError(f"a part of {prefix.payload_bytes} bytes where {len(want.target)} are due")
+                    raise ChannelError(
+                        f"a part of {prefix.payload_bytes} bytes where {len(want.target)} are due"
+                    )
                 channel.receive_into(want.target, self._deadline, patience_s)
             want.status, want.stale = status_of(answer.code), answer.code == Status.NOT_FOUND
 
@@ -206,7 +226,11 @@ class Reader:
         """Wait for whichever region is filled first, copy it out, and say where it begins: it is free again."""
         answer, _ = channel.receive(decode_holder_to_client, self._deadline)
         region = under_way.pop(answer.call, None) if isinstance(answer, Codes) else None
-        if not isinstance(answer, Codes) or region is None or len(answer.codes) != len(region.group):
+        if (
+            not isinstance(answer, Codes)
+            or region is None
+            or len(answer.codes) != len(region.group)
+        ):
             raise ChannelError("codes were due")
         for (want, _), begin, code in zip(region.group, region.places, answer.codes, strict=True):
             want.status, want.stale = status_of(code), code == Status.NOT_FOUND
@@ -215,7 +239,11 @@ class Reader:
         return region.begin
 
     def _soon(self, patience_s: float | None) -> float:
-        return self._deadline if patience_s is None else min(self._deadline, time.monotonic() + patience_s)
+        return (
+            self._deadline
+            if patience_s is None
+            else min(self._deadline, time.monotonic() + patience_s)
+        )
 
 
 def _batches(group: list[tuple[Want, Spot]], limit: int) -> list[list[tuple[Want, Spot]]]:

@@ -97,7 +97,12 @@ class Lease:
         self._channel = self._pool.take(self._deadline)
         return self._channel
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         if kind is None:
             self._pool.give_back(self._channel)
         else:
@@ -119,7 +124,9 @@ class LocalChannel(Channel):
         self.segment_bytes = 0
 
     @classmethod
-    def enter(cls, name: str, tenant: str, secret: bytes, deadline: float, lent: Lent | None = None) -> "LocalChannel":
+    def enter(
+        cls, name: str, tenant: str, secret: bytes, deadline: float, lent: Lent | None = None
+    ) -> "LocalChannel":
         """Through the door ``name``. Raises ``ChannelError``, ``TimeoutError``."""
         door = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         try:
@@ -142,7 +149,11 @@ class LocalChannel(Channel):
             raise ChannelError("the holder sent no challenge")
         hello = auth.hello(given, Role.CLIENT, tenant, secret)
         try:
-            socket.send_fds(self._socket, [encode(hello)], [self._fd] if self.lent is None else [self._fd, self.lent.fd])
+            socket.send_fds(
+                self._socket,
+                [encode(hello)],
+                [self._fd] if self.lent is None else [self._fd, self.lent.fd],
+            )
             self._set_timeout(deadline, send=False)
             data, self._given, _, _ = socket.recv_fds(self._socket, 4096, 3)
         except OSError as error:
@@ -195,7 +206,14 @@ class HolderPeer:
     """One incarnation of one holder. ``segment`` is set if its memory is mapped here, ``log`` if we may read its log ourselves."""
 
     def __init__(
-        self, entry: HolderEntry, tenant: str, secret: bytes, tls: ssl.SSLContext | None, lent: Lent | None, *, local: bool
+        self,
+        entry: HolderEntry,
+        tenant: str,
+        secret: bytes,
+        tls: ssl.SSLContext | None,
+        lent: Lent | None,
+        *,
+        local: bool,
     ) -> None:
         self.entry = entry
         self.number = entry.number
@@ -220,7 +238,10 @@ class HolderPeer:
         self.pool.close()
         self.words.close()
         self.log = None
-        segment, self.segment = self.segment, None  # readers that are still copying hold it themselves
+        segment, self.segment = (
+            self.segment,
+            None,
+        )  # readers that are still copying hold it themselves
         if segment is not None:
             segment.close()
 
@@ -235,11 +256,19 @@ class HolderPeer:
         return self._connect_by_tcp(deadline)
 
     def _connect_by_tcp(self, deadline: float) -> Channel:
-        return Channel.connect(Address(self.entry.host, self.entry.port), self._tenant, self._secret, deadline, self._tls)
+        return Channel.connect(
+            Address(self.entry.host, self.entry.port),
+            self._tenant,
+            self._secret,
+            deadline,
+            self._tls,
+        )
 
     def _enter(self, deadline: float) -> Channel:
         """Through the door. Raises ``OSError``, which ``ChannelError`` and ``TimeoutError`` are too."""
-        channel = LocalChannel.enter(self.entry.unix, self._tenant, self._secret, deadline, self._lent)
+        channel = LocalChannel.enter(
+            self.entry.unix, self._tenant, self._secret, deadline, self._lent
+        )
         try:
             with self._lock:
                 if self.segment is None:
@@ -265,7 +294,13 @@ class Holders:
         allow_local: bool,
         lent: Lent | None = None,
     ) -> None:
-        self._tenant, self._secret, self._tls, self._ask, self._lent = tenant, secret, tls, ask, lent
+        self._tenant, self._secret, self._tls, self._ask, self._lent = (
+            tenant,
+            secret,
+            tls,
+            ask,
+            lent,
+        )
         self._machine = this_machine() if allow_local else ""
         self._lock = threading.Lock()
         self._peers: dict[int, HolderPeer] = {}
@@ -276,7 +311,9 @@ class Holders:
         """None if the master knows of no such holder. Raises as ``ask`` does."""
         peer = self._peers.get(number)
         if peer is None:
-            self.refresh(deadline, even_now=True)  # the master has just named it, so it is in its table
+            self.refresh(
+                deadline, even_now=True
+            )  # the master has just named it, so it is in its table
             peer = self._peers.get(number)
         return peer
 
@@ -285,14 +322,21 @@ class Holders:
 
     def logs(self) -> list[tuple[int, LogView]]:
         """The logs that we may read ourselves, by number of their holder."""
-        return [(number, log) for number, peer in [*self._peers.items()] if (log := peer.log) is not None]
+        return [
+            (number, log)
+            for number, peer in [*self._peers.items()]
+            if (log := peer.log) is not None
+        ]
 
     def tell_of_own_reads(self, deadline: float) -> None:
         """Now and then, holders hear what was read past them."""
         for peer in [*self._peers.values()]:
             told = peer.log.to_tell() if peer.log is not None else None
             if told is not None:
-                with contextlib.suppress(ChannelError, TimeoutError), peer.words.lease(deadline) as channel:
+                with (
+                    contextlib.suppress(ChannelError, TimeoutError),
+                    peer.words.lease(deadline) as channel,
+                ):
                     channel.send(encode(told, optional=True), (), deadline)
 
     def refresh_quietly(self, deadline: float) -> None:
@@ -318,7 +362,9 @@ class Holders:
                 if peer is not None:
                     stale.append(peer)
                 local = bool(entry.unix) and entry.machine == self._machine
-                peers[entry.number] = HolderPeer(entry, self._tenant, self._secret, self._tls, self._lent, local=local)
+                peers[entry.number] = HolderPeer(
+                    entry, self._tenant, self._secret, self._tls, self._lent, local=local
+                )
             self._epoch, self._peers = table.epoch, peers
         for peer in stale:
             peer.close()

@@ -89,7 +89,9 @@ class OneMaster:
         self._tenant = tenant
         self.prefetcher = Prefetcher(prefetch or PrefetchOptions(), self._query, self._delegate)
         self._master = Pool(lambda deadline: Channel.connect(master, tenant, secret, deadline, tls))
-        self._holders = Holders(tenant, secret, tls, self._ask_holders, allow_local=allow_local, lent=lent)
+        self._holders = Holders(
+            tenant, secret, tls, self._ask_holders, allow_local=allow_local, lent=lent
+        )
         self._down_until = 0.0
         self._suspect = False
         self._stale: dict[bytes, float] = {}
@@ -131,7 +133,9 @@ class OneMaster:
         """Store all of ``buf``; it is read before the return. EXISTS if an object of equal length is there."""
         return self.put_from([key], [buf])[0]
 
-    def put_from(self, keys: Sequence[bytes], bufs: Sequence[Buffer], timeout_s: float | None = None) -> list[Status]:
+    def put_from(
+        self, keys: Sequence[bytes], bufs: Sequence[Buffer], timeout_s: float | None = None
+    ) -> list[Status]:
         """Store every buffer under its key. Raises ``ValueError`` if there are not as many keys as buffers."""
         if len(keys) != len(bufs):
             raise ValueError(f"{len(keys)} keys and {len(bufs)} buffers")
@@ -189,7 +193,9 @@ class OneMaster:
         self._read([want for want in wants if want.status is not Status.INVALID], deadline)
         return [want.status for want in wants]
 
-    def exists(self, keys: Sequence[bytes], prefetch: bool = False, timeout_s: float | None = None) -> list[bool]:
+    def exists(
+        self, keys: Sequence[bytes], prefetch: bool = False, timeout_s: float | None = None
+    ) -> list[bool]:
         """Which keys can be read now. Neither a lease nor a use. ``prefetch``: they will be read soon; what is on SSD only is brought
         to memory meanwhile, if this client has prefetching enabled. That costs the probe no round trip."""
         if prefetch and self.prefetcher.options.enabled:
@@ -198,10 +204,18 @@ class OneMaster:
         found: list[bool] = []
         for some in _slices(keys, MAX_KEYS):
             answer = self._ask(lambda call, some=some: Exists(call, some), Codes, deadline)  # type: ignore[misc]
-            codes = answer.codes if answer is not None and len(answer.codes) == len(some) else _NOT_KNOWN * len(some)
-            found += [code == 0 for code in codes]  # OK; bytes, since making 128 statuses would take longer than asking for them
+            codes = (
+                answer.codes
+                if answer is not None and len(answer.codes) == len(some)
+                else _NOT_KNOWN * len(some)
+            )
+            found += [
+                code == 0 for code in codes
+            ]  # OK; bytes, since making 128 statuses would take longer than asking for them
         if self._stale:
-            found = [there and not self._is_stale(key) for key, there in zip(keys, found, strict=True)]
+            found = [
+                there and not self._is_stale(key) for key, there in zip(keys, found, strict=True)
+            ]
         return found
 
     def prefetch(self, keys: Sequence[bytes]) -> int:
@@ -209,14 +223,20 @@ class OneMaster:
         return self.prefetcher.submit(keys)
 
     def match_prefix(
-        self, keys: Sequence[bytes], parts: Sequence[bytes] = (), prefetch: bool = False, timeout_s: float | None = None
+        self,
+        keys: Sequence[bytes],
+        parts: Sequence[bytes] = (),
+        prefetch: bool = False,
+        timeout_s: float | None = None,
     ) -> int:
         """How many leading keys have every one of ``parts`` (or are there themselves, if there are no parts). ``prefetch`` as for
         ``exists``, for the keys that match."""
         deadline = self._deadline(timeout_s)
         matched = 0
         for some in _slices(keys, max(1, min(MAX_KEYS, MAX_LOOKUPS // max(1, len(parts))))):
-            answer = self._ask(lambda call, some=some: MatchPrefix(call, some, [*parts]), Count, deadline)  # type: ignore[misc]
+            answer = self._ask(
+                lambda call, some=some: MatchPrefix(call, some, [*parts]), Count, deadline
+            )  # type: ignore[misc]
             if answer is None:
                 break
             count = min(answer.count, self._first_stale(some, parts))
@@ -224,15 +244,23 @@ class OneMaster:
             if count < len(some):
                 break
         if prefetch and self.prefetcher.options.enabled:
-            self.prefetcher.submit([key + part for key in keys[:matched] for part in parts or (b"",)])
+            self.prefetcher.submit(
+                [key + part for key in keys[:matched] for part in parts or (b"",)]
+            )
         return matched
 
-    def list(self, prefix: bytes = b"", timeout_s: float | None = None) -> Iterator[tuple[bytes, int]]:
+    def list(
+        self, prefix: bytes = b"", timeout_s: float | None = None
+    ) -> Iterator[tuple[bytes, int]]:
         """(key, length) of every object whose key begins with ``prefix``, in key order. Ends early if the store fails."""
         after = b""
         while True:
             deadline = self._deadline(timeout_s)
-            page = self._ask(lambda call, after=after: ListKeys(call, prefix, after, LIST_PAGE), KeyPage, deadline)  # type: ignore[misc]
+            page = self._ask(
+                lambda call, after=after: ListKeys(call, prefix, after, LIST_PAGE),
+                KeyPage,
+                deadline,
+            )  # type: ignore[misc]
             if page is None or not page.keys:
                 return
             yield from page.keys
@@ -259,7 +287,9 @@ class OneMaster:
         for some in _slices(keys, MAX_KEYS):
             answer = self._ask(lambda call, some=some: Query(call, some), Located, deadline)  # type: ignore[misc]
             places = answer.places if answer is not None else []
-            tiers += [frozenset(spot.tier for spot in place.spots) for place in places] or [frozenset()] * len(some)
+            tiers += [frozenset(spot.tier for spot in place.spots) for place in places] or [
+                frozenset()
+            ] * len(some)
         return tiers
 
     # ------------------------------------------------------------------------------------------ inside
@@ -273,7 +303,9 @@ class OneMaster:
             try:
                 with self._master.lease(deadline) as channel:
                     self._holders.check_epoch(channel.epoch)
-                    Putter(channel, self._holders, deadline).put([gift for gift in gifts if gift.status is None])
+                    Putter(channel, self._holders, deadline).put(
+                        [gift for gift in gifts if gift.status is None]
+                    )
             except TimeoutError:
                 for gift in gifts:
                     gift.status = Status.TIMEOUT if gift.status is None else gift.status
@@ -284,8 +316,14 @@ class OneMaster:
     def _read(self, wants: _Wants, deadline: float) -> None:
         for some in _by_bytes(wants):
             self._read_some(some, deadline)
-            for _ in range(READ_AGAIN):  # the master's word was overtaken by an eviction or a holder's restart: ask it once more
-                again = [want for want in some if want.stale or (want.located and want.status in _PASSING)]
+            for _ in range(
+                READ_AGAIN
+            ):  # the master's word was overtaken by an eviction or a holder's restart: ask it once more
+                again = [
+                    want
+                    for want in some
+                    if want.stale or (want.located and want.status in _PASSING)
+                ]
                 if not again or not _pause(deadline, READ_PAUSE_S):
                     break
                 for want in again:
@@ -375,7 +413,11 @@ class OneMaster:
         while waiting and time.monotonic() + PROMOTION_POLL_S < until:
             time.sleep(PROMOTION_POLL_S)
             places = self._query([want.key for want in waiting], until)
-            warm = [want for want, place in zip(waiting, places, strict=False) if place.spots and place.spots[0].tier is Tier.MEMORY]
+            warm = [
+                want
+                for want, place in zip(waiting, places, strict=False)
+                if place.spots and place.spots[0].tier is Tier.MEMORY
+            ]
             if warm:
                 self._relocate(warm, until)
             waiting = [want for want in waiting if want not in warm]
@@ -405,7 +447,9 @@ class OneMaster:
         except (ChannelError, TimeoutError):
             return False
 
-    def _ask_places(self, keys: Sequence[bytes], deadline: float, own: OwnRead | None = None) -> Located | None:
+    def _ask_places(
+        self, keys: Sequence[bytes], deadline: float, own: OwnRead | None = None
+    ) -> Located | None:
         """Where to read ``keys``, for which somebody waits. ``own``: a read that goes on meanwhile."""
         return self._ask(lambda call: Get(call, [*keys]), Located, deadline, own, hurry=True)
 
@@ -424,7 +468,13 @@ class OneMaster:
             try:
                 with self._master.lease(deadline) as channel:
                     self._holders.check_epoch(channel.epoch)
-                    answer = channel.ask(make(channel.new_call()), decode_master_to_client, deadline, beside, hurry=hurry)
+                    answer = channel.ask(
+                        make(channel.new_call()),
+                        decode_master_to_client,
+                        deadline,
+                        beside,
+                        hurry=hurry,
+                    )
                     return answer if isinstance(answer, kind) else None
             except TimeoutError:
                 return None
@@ -432,7 +482,9 @@ class OneMaster:
                 if not _pause(deadline):
                     return None
 
-    def _codes(self, make: Callable[[int], ClientToMaster], count: int, deadline: float) -> _Statuses:
+    def _codes(
+        self, make: Callable[[int], ClientToMaster], count: int, deadline: float
+    ) -> _Statuses:
         answer = self._ask(make, Codes, deadline)
         if answer is None or len(answer.codes) != count:
             return [Status.TIMEOUT] * count

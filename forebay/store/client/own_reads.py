@@ -42,13 +42,17 @@ class OwnRead:
 
     __slots__ = ("_file", "_hint", "_holder", "_reader", "_tenant", "read", "view")
 
-    def __init__(self, view: LogView, holder: int, tenant: str, hint: Hint, file: OpenFile, reader: _Reader) -> None:
+    def __init__(
+        self, view: LogView, holder: int, tenant: str, hint: Hint, file: OpenFile, reader: _Reader
+    ) -> None:
         self.view, self._holder, self._tenant = view, holder, tenant
         self._hint, self._file, self._reader = hint, file, reader
         self.read = reader.read
 
     @staticmethod
-    def prepare(view: LogView, holder: int, tenant: str, key: bytes, target: Bytes | None = None) -> "OwnRead | None":
+    def prepare(
+        view: LogView, holder: int, tenant: str, key: bytes, target: Bytes | None = None
+    ) -> "OwnRead | None":
         """None if there is nothing to be read, or no way to. ``target``: where the whole value goes if it is as long."""
         hint = view.find(tenant, key)
         count = hint.blocks * BLOCK_BYTES if hint is not None else 0
@@ -58,17 +62,31 @@ class OwnRead:
         if reader is None or file is None:
             return None
         fits = target is not None and BLOCK_BYTES + padded(len(target)) == count
-        copy_to, copied = (address_of(target), len(target)) if fits and target is not None else (0, 0)
-        if not reader.read.prepare(file.fd, hint.first * BLOCK_BYTES, count, copy_to, BLOCK_BYTES, copied):
+        copy_to, copied = (
+            (address_of(target), len(target)) if fits and target is not None else (0, 0)
+        )
+        if not reader.read.prepare(
+            file.fd, hint.first * BLOCK_BYTES, count, copy_to, BLOCK_BYTES, copied
+        ):
             return None
         return OwnRead(view, holder, tenant, hint, file, reader)
 
     def unasked(self, want: Want, deadline: float) -> bool:
         """Whether ``want``, which nobody was asked about, is filled. If not, ask, and ``settle``."""
         hint, lock, count = self._hint, self.view.lock, self._hint.blocks * BLOCK_BYTES
-        if not hint.word or lock is None or want.offset or BLOCK_BYTES + padded(len(want.target)) != count:
+        if (
+            not hint.word
+            or lock is None
+            or want.offset
+            or BLOCK_BYTES + padded(len(want.target)) != count
+        ):
             return False
-        if self.read.while_locked(lock.fd, self.view.mark, min(deadline, time.monotonic() + FAILOVER_S)) != count:
+        if (
+            self.read.while_locked(
+                lock.fd, self.view.mark, min(deadline, time.monotonic() + FAILOVER_S)
+            )
+            != count
+        ):
             return False
         want.generation, want.length = hint.generation, len(want.target)
         if not self._take(want, count):
@@ -80,7 +98,11 @@ class OwnRead:
     def settle(self, want: Want, deadline: float) -> bool:
         """Whether ``want``, which was located since, is filled."""
         spots = want.spots  # memory first
-        if not spots or spots[0].tier is not Tier.SSD or self._holder not in [spot.holder for spot in spots]:
+        if (
+            not spots
+            or spots[0].tier is not Tier.SSD
+            or self._holder not in [spot.holder for spot in spots]
+        ):
             return False
         count = self.read.end(min(deadline, time.monotonic() + FAILOVER_S))
         if count != self._hint.blocks * BLOCK_BYTES or not self._take(want, count):

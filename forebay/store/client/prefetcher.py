@@ -116,7 +116,9 @@ class Prefetcher:
     def _start(self) -> None:
         with self._lock:
             while len(self._threads) < THREADS:
-                thread = threading.Thread(target=self._run, name=f"prefetch-{len(self._threads)}", daemon=True)
+                thread = threading.Thread(
+                    target=self._run, name=f"prefetch-{len(self._threads)}", daemon=True
+                )
                 self._threads.append(thread)
                 thread.start()
 

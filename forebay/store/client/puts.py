@@ -63,7 +63,11 @@ class Putter:
 
     def _round(self, pending: list[Gift]) -> None:
         """Settle those that find room now; at least one, since the master waits while none does."""
-        message = PutStart(self._master.new_call(), [gift.key for gift in pending], [len(gift.source) for gift in pending])
+        message = PutStart(
+            self._master.new_call(),
+            [gift.key for gift in pending],
+            [len(gift.source) for gift in pending],
+        )
         answer = self._master.ask(message, decode_master_to_client, self._deadline)
         if not isinstance(answer, Granted) or len(answer.grants) != len(pending):
             raise ChannelError("grants were due")
@@ -85,7 +89,14 @@ class Putter:
         results: dict[int, dict[int, Status]] = {index: {} for index in range(len(granted))}
         for number, rooms in by_holder.items():
             pieces = [
-                Piece(gift.key, grant.generation, room.offset, len(gift.source), gift.checksum(), room.token)
+                Piece(
+                    gift.key,
+                    grant.generation,
+                    room.offset,
+                    len(gift.source),
+                    gift.checksum(),
+                    room.token,
+                )
                 for index, room in rooms
                 for gift, grant in [granted[index]]
             ]
@@ -106,21 +117,27 @@ class Putter:
                     if all(piece.length <= REGION_BYTES for piece in pieces):
                         return self._hand_over(channel, pieces, sources)
                 total = sum(piece.length for piece in pieces)
-                channel.send(encode(Write(channel.new_call(), pieces), total), sources, self._deadline)
+                channel.send(
+                    encode(Write(channel.new_call(), pieces), total), sources, self._deadline
+                )
                 return self._codes(channel, len(pieces))
         except TimeoutError:
             return [Status.TIMEOUT] * len(pieces)
         except ChannelError:
             return [Status.UNAVAILABLE] * len(pieces)
 
-    def _point_out(self, channel: LocalChannel, pieces: list[Piece], places: list[int]) -> list[Status]:
+    def _point_out(
+        self, channel: LocalChannel, pieces: list[Piece], places: list[int]
+    ) -> list[Status]:
         """All of it lies in memory that this process lends, at ``places``: the holder copies from there."""
         codes = [Status.UNAVAILABLE] * len(pieces)
         under_way: dict[int, tuple[int, int, int]] = {}
         start = 0
         while start < len(pieces):
             stop, size = start, 0
-            while stop < len(pieces) and (stop == start or size + pieces[stop].length <= REGION_BYTES):
+            while stop < len(pieces) and (
+                stop == start or size + pieces[stop].length <= REGION_BYTES
+            ):
                 size += pieces[stop].length
                 stop += 1
             if len(under_way) == REGIONS:
@@ -134,11 +151,15 @@ class Putter:
             self._take_codes(channel, under_way, codes)
         return codes
 
-    def _hand_over(self, channel: LocalChannel, pieces: list[Piece], sources: list[Bytes]) -> list[Status]:
+    def _hand_over(
+        self, channel: LocalChannel, pieces: list[Piece], sources: list[Bytes]
+    ) -> list[Status]:
         """Through the staging memory that the holder has mapped, in regions: it copies out of one while we fill the next."""
         codes = [Status.UNAVAILABLE] * len(pieces)
         free = [number * REGION_BYTES for number in range(REGIONS)]
-        under_way: dict[int, tuple[int, int, int]] = {}  # call -> begin of its region, first piece, one behind its last
+        under_way: dict[
+            int, tuple[int, int, int]
+        ] = {}  # call -> begin of its region, first piece, one behind its last
         start = 0
         while start < len(pieces):
             if not free:
@@ -158,7 +179,9 @@ class Putter:
             self._take_codes(channel, under_way, codes)
         return codes
 
-    def _take_codes(self, channel: LocalChannel, under_way: dict[int, tuple[int, int, int]], codes: list[Status]) -> int:
+    def _take_codes(
+        self, channel: LocalChannel, under_way: dict[int, tuple[int, int, int]], codes: list[Status]
+    ) -> int:
         """The answer to whichever CopyIn is done first; where its region begins, which is free again."""
         answer, _ = channel.receive(decode_holder_to_client, self._deadline)
         if not isinstance(answer, Codes) or answer.call not in under_way:
@@ -175,7 +198,9 @@ class Putter:
             raise ChannelError("codes were due")
         return [status_of(code) for code in answer.codes]
 
-    def _end(self, granted: list[tuple[Gift, Grant]], results: dict[int, dict[int, Status]]) -> None:
+    def _end(
+        self, granted: list[tuple[Gift, Grant]], results: dict[int, dict[int, Status]]
+    ) -> None:
         """End what at least one holder has, revoke the rest (which is tried again)."""
         done, lost = [], []
         for index, (gift, grant) in enumerate(granted):
@@ -188,8 +213,15 @@ class Putter:
                     gift.status = next(iter(results[index].values()), Status.UNAVAILABLE)
                 lost.append((gift, grant))
         if lost:
-            keys, generations = [gift.key for gift, _ in lost], [grant.generation for _, grant in lost]
-            self._master.ask(PutRevoke(self._master.new_call(), keys, generations), decode_master_to_client, self._deadline)
+            keys, generations = (
+                [gift.key for gift, _ in lost],
+                [grant.generation for _, grant in lost],
+            )
+            self._master.ask(
+                PutRevoke(self._master.new_call(), keys, generations),
+                decode_master_to_client,
+                self._deadline,
+            )
             self._holders.refresh(self._deadline)
             time.sleep(WRITE_PAUSE_S)
         if done:

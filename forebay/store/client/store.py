@@ -70,11 +70,24 @@ class StoreClient:
         self.timeout_s = timeout_s
         self._patient = patient and len(masters) == 1
         self.masters = tuple(
-            OneMaster(master, tenant, secret, timeout_s=timeout_s, allow_local=allow_local, prefetch=prefetch, tls=tls, lent=lent)
+            OneMaster(
+                master,
+                tenant,
+                secret,
+                timeout_s=timeout_s,
+                allow_local=allow_local,
+                prefetch=prefetch,
+                tls=tls,
+                lent=lent,
+            )
             for master in masters
         )
         self._names = [str(master).encode() for master in masters]
-        self._threads = ThreadPoolExecutor(CALLS_AT_ONCE * len(masters), "store-masters") if len(masters) > 1 else None
+        self._threads = (
+            ThreadPoolExecutor(CALLS_AT_ONCE * len(masters), "store-masters")
+            if len(masters) > 1
+            else None
+        )
 
     @classmethod
     def connect(
@@ -123,7 +136,12 @@ class StoreClient:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
     def close(self) -> None:
@@ -139,20 +157,39 @@ class StoreClient:
         return self.put_from([key], [buf], groups=None if group is None else [group])[0]
 
     def put_from(
-        self, keys: Sequence[bytes], bufs: Sequence[Buffer], timeout_s: float | None = None, groups: Sequence[bytes] | None = None
+        self,
+        keys: Sequence[bytes],
+        bufs: Sequence[Buffer],
+        timeout_s: float | None = None,
+        groups: Sequence[bytes] | None = None,
     ) -> list[Status]:
         """Store every buffer under its key. Raises ``ValueError`` if there are not as many keys as buffers, or groups."""
         if len(keys) != len(bufs):
             raise ValueError(f"{len(keys)} keys and {len(bufs)} buffers")
-        return self._statuses(keys, groups, lambda master, some: master.put_from(_of(keys, some), _of(bufs, some), timeout_s=timeout_s))
+        return self._statuses(
+            keys,
+            groups,
+            lambda master, some: master.put_from(
+                _of(keys, some), _of(bufs, some), timeout_s=timeout_s
+            ),
+        )
 
-    def remove(self, keys: Sequence[bytes], timeout_s: float | None = None, groups: Sequence[bytes] | None = None) -> list[Status]:
+    def remove(
+        self,
+        keys: Sequence[bytes],
+        timeout_s: float | None = None,
+        groups: Sequence[bytes] | None = None,
+    ) -> list[Status]:
         """OK once every replica's holder has logged the removal. UNAVAILABLE: nothing was removed. TIMEOUT: it may have been."""
-        return self._statuses(keys, groups, lambda master, some: master.remove(_of(keys, some), timeout_s))
+        return self._statuses(
+            keys, groups, lambda master, some: master.remove(_of(keys, some), timeout_s)
+        )
 
     # ------------------------------------------------------------------------------------------ reading
 
-    def get(self, key: bytes, timeout_s: float | None = None, group: bytes | None = None) -> bytes | None:
+    def get(
+        self, key: bytes, timeout_s: float | None = None, group: bytes | None = None
+    ) -> bytes | None:
         """The whole object, or None."""
         master = self._master_of(key if group is None else group)
         return master.get(key, timeout_s) if self._is_up(master) else None
@@ -178,7 +215,9 @@ class StoreClient:
         return self._statuses(
             keys,
             groups,
-            lambda master, some: master.get_into(_of(keys, some), _of(bufs, some), _of(starts, some), timeout_s=timeout_s),
+            lambda master, some: master.get_into(
+                _of(keys, some), _of(bufs, some), _of(starts, some), timeout_s=timeout_s
+            ),
         )
 
     def exists(
@@ -190,7 +229,12 @@ class StoreClient:
     ) -> list[bool]:
         """Which keys can be read now. Neither a lease nor a use. ``prefetch``: they will be read soon; what is on SSD only is brought
         to memory meanwhile, if this client has prefetching enabled. That costs the probe no round trip."""
-        return self._each(keys, groups, False, lambda master, some: master.exists(_of(keys, some), prefetch, timeout_s))
+        return self._each(
+            keys,
+            groups,
+            False,
+            lambda master, some: master.exists(_of(keys, some), prefetch, timeout_s),
+        )
 
     def prefetch(self, keys: Sequence[bytes], groups: Sequence[bytes] | None = None) -> int:
         """Bring these to memory soon, hint or not; how many were enqueued (the others were, lately)."""
@@ -208,7 +252,9 @@ class StoreClient:
         ``group``. ``prefetch`` as for ``exists``, for the keys that match."""
         if self._threads is None or group is not None:
             master = self._master_of(group or b"")
-            return master.match_prefix(keys, parts, prefetch, timeout_s) if self._is_up(master) else 0
+            return (
+                master.match_prefix(keys, parts, prefetch, timeout_s) if self._is_up(master) else 0
+            )
         wholes = [key + part for key in keys for part in parts or (b"",)]
         found = self.exists(wholes, timeout_s=timeout_s)
         matched = (found.index(False) if False in found else len(found)) // max(1, len(parts))
@@ -218,7 +264,9 @@ class StoreClient:
                     master.prefetch(_of(wholes, some))
         return matched
 
-    def list(self, prefix: bytes = b"", timeout_s: float | None = None) -> Iterator[tuple[bytes, int]]:
+    def list(
+        self, prefix: bytes = b"", timeout_s: float | None = None
+    ) -> Iterator[tuple[bytes, int]]:
         """(key, length) of every object whose key begins with ``prefix``, in key order. What a failing master has is missing."""
         return heapq.merge(*(master.list(prefix, timeout_s) for master in self._up()))
 
@@ -233,10 +281,17 @@ class StoreClient:
         entries: _Entries = [entry for table in found for entry in table.holders]
         return HolderTable(0, found[0].epoch, entries)
 
-    def tiers(self, keys: Sequence[bytes], timeout_s: float | None = None, groups: Sequence[bytes] | None = None) -> _Tiers:
+    def tiers(
+        self,
+        keys: Sequence[bytes],
+        timeout_s: float | None = None,
+        groups: Sequence[bytes] | None = None,
+    ) -> _Tiers:
         """In which tiers each key is readable, without touching anything."""
         nowhere: frozenset[Tier] = frozenset()
-        return self._each(keys, groups, nowhere, lambda master, some: master.tiers(_of(keys, some), timeout_s))
+        return self._each(
+            keys, groups, nowhere, lambda master, some: master.tiers(_of(keys, some), timeout_s)
+        )
 
     def groups_of(self, keys: Sequence[bytes], timeout_s: float | None = None) -> "_List[bytes]":
         """A group for each key under which its master is found, whatever group it was put under: for people, who see keys alone. With
@@ -245,8 +300,15 @@ class StoreClient:
             return list(keys)
         groups = list(keys)
         for name, master in zip(self._names, self.masters, strict=True):
-            has = master.exists(keys, timeout_s=timeout_s) if self._is_up(master) else [False] * len(keys)
-            groups = [self._group_at(name) if there else group for there, group in zip(has, groups, strict=True)]
+            has = (
+                master.exists(keys, timeout_s=timeout_s)
+                if self._is_up(master)
+                else [False] * len(keys)
+            )
+            groups = [
+                self._group_at(name) if there else group
+                for there, group in zip(has, groups, strict=True)
+            ]
         return groups
 
     @property
@@ -265,7 +327,11 @@ class StoreClient:
         failures: _Failures = []
         for master in self.masters:
             try:
-                master.reach(deadline if len(self.masters) == 1 else min(deadline, time.monotonic() + timeout_s / len(self.masters)))
+                master.reach(
+                    deadline
+                    if len(self.masters) == 1
+                    else min(deadline, time.monotonic() + timeout_s / len(self.masters))
+                )
             except (ChannelError, TimeoutError) as error:
                 failures.append(error)
         if len(failures) == len(self.masters):
@@ -277,7 +343,9 @@ class StoreClient:
     def _group_at(self, name: bytes) -> bytes:
         """Some group that is with the master of that name."""
         return next(
-            group for group in map(str.encode, map(str, itertools.count())) if self._names[place_of(self._names, group)] == name
+            group
+            for group in map(str.encode, map(str, itertools.count()))
+            if self._names[place_of(self._names, group)] == name
         )
 
     def _is_up(self, master: OneMaster) -> bool:
@@ -301,7 +369,10 @@ class StoreClient:
         return [*work.items()]
 
     def _statuses(
-        self, keys: Sequence[bytes], groups: Sequence[bytes] | None, call: Callable[[OneMaster, "_Indices"], _Statuses]
+        self,
+        keys: Sequence[bytes],
+        groups: Sequence[bytes] | None,
+        call: Callable[[OneMaster, "_Indices"], _Statuses],
     ) -> _Statuses:
         def watched(master: OneMaster, some: _Indices) -> _Statuses:
             statuses = call(master, some)
@@ -312,16 +383,31 @@ class StoreClient:
         return self._each(keys, groups, Status.UNAVAILABLE, call if self._patient else watched)
 
     def _each(
-        self, keys: Sequence[bytes], groups: Sequence[bytes] | None, absent: T, call: Callable[[OneMaster, "_Indices"], "_List[T]"]
+        self,
+        keys: Sequence[bytes],
+        groups: Sequence[bytes] | None,
+        absent: T,
+        call: Callable[[OneMaster, "_Indices"], "_List[T]"],
     ) -> "_List[T]":
         """The answers of every key's master in the order of the keys, masters asked at once; ``absent`` for one that is down."""
         if self._threads is None:
             if groups is not None and len(groups) != len(keys):
                 raise ValueError(f"{len(keys)} keys and {len(groups)} groups")
-            return call(self.masters[0], range(len(keys))) if self._is_up(self.masters[0]) else [absent] * len(keys)
+            return (
+                call(self.masters[0], range(len(keys)))
+                if self._is_up(self.masters[0])
+                else [absent] * len(keys)
+            )
         answers = [absent] * len(keys)
         under_way = [
-            (some, self._threads.submit(lambda master, some: call(master, some) if master.is_up() else None, master, some))
+            (
+                some,
+                self._threads.submit(
+                    lambda master, some: call(master, some) if master.is_up() else None,
+                    master,
+                    some,
+                ),
+            )
             for master, some in self._divided(keys, groups)
         ]
         for some, work in under_way:

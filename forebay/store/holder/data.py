@@ -22,7 +22,13 @@ from forebay.store.master.puts import room_token
 from forebay.store.native.library import copy_crc32c
 from forebay.store.wire import auth
 from forebay.store.wire.connection import Connection
-from forebay.store.wire.frames import FrameError, Prefix, check_keys, decode_client_to_holder, encode
+from forebay.store.wire.frames import (
+    FrameError,
+    Prefix,
+    check_keys,
+    decode_client_to_holder,
+    encode,
+)
 from forebay.store.wire.messages import (
     MAX_CAPACITY,
     Challenge,
@@ -93,14 +99,22 @@ class Peer:
     entries: list[Entry | None] = field(default_factory=list)
     staging: Staging | None = None
     lent: memoryview | None = None
-    reading: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(READS_PER_CONNECTION))
+    reading: asyncio.Semaphore = field(
+        default_factory=lambda: asyncio.Semaphore(READS_PER_CONNECTION)
+    )
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
 
 class DataServer:
     """The `Handler` of a holder's connections, TCP and Unix."""
 
-    def __init__(self, keeper: Keeper, reads: LogReads | None, promoter: Promoter | None, secrets: auth.Secrets) -> None:
+    def __init__(
+        self,
+        keeper: Keeper,
+        reads: LogReads | None,
+        promoter: Promoter | None,
+        secrets: auth.Secrets,
+    ) -> None:
         self._keeper = keeper
         self._reads = reads
         self._promoter = promoter
@@ -130,7 +144,9 @@ class DataServer:
                 self._keeper.memory.drop(entry)
         peer.entries = []
 
-    def frame(self, connection: Connection, body: memoryview, prefix: Prefix) -> Sequence[memoryview]:
+    def frame(
+        self, connection: Connection, body: memoryview, prefix: Prefix
+    ) -> Sequence[memoryview]:
         try:
             message = decode_client_to_holder(body)
         except FrameError:
@@ -142,13 +158,17 @@ class DataServer:
             return self._begin_write(connection, message)
         if isinstance(message, PrefetchKeys):
             if self._promoter is not None and self._keeper.awake(time.monotonic()):
-                self._promoter.prefetch(_tenant(connection), message.keys, message.hint_s, demand=message.demand)
+                self._promoter.prefetch(
+                    _tenant(connection), message.keys, message.hint_s, demand=message.demand
+                )
             return ()
         if isinstance(message, Touched):
             if self._reads is not None:
                 self._reads.touch(_tenant(connection), message.records)
                 self.bytes_out += message.bytes
-                self.unasked = min(MAX_CAPACITY, self.unasked + message.unasked)  # a claim, and it has to fit a Beat
+                self.unasked = min(
+                    MAX_CAPACITY, self.unasked + message.unasked
+                )  # a claim, and it has to fit a Beat
                 self.unasked_bytes = min(MAX_CAPACITY, self.unasked_bytes + message.unasked_bytes)
             return ()
         if not self._keeper.awake(time.monotonic()) and not isinstance(message, CopyIn):
@@ -157,7 +177,10 @@ class DataServer:
             self._read_memory(connection, message)
         elif isinstance(message, Check):
             at = self._keeper.memory.at
-            codes = bytes(Status.OK if at(offset, stamp) else Status.NOT_FOUND for offset, stamp in message.ranges)
+            codes = bytes(
+                Status.OK if at(offset, stamp) else Status.NOT_FOUND
+                for offset, stamp in message.ranges
+            )
             connection.answer(Codes(message.call, codes))
         elif isinstance(message, ReadSsd):
             self._overtake(connection, message.cuts)
@@ -178,7 +201,9 @@ class DataServer:
         for entry in entries:
             if entry is not None:
                 entry.abort = None
-        self._finish_write(connection, peer.call, entries, [self._is_intact(entry) for entry in entries])
+        self._finish_write(
+            connection, peer.call, entries, [self._is_intact(entry) for entry in entries]
+        )
 
     def _begin_write(self, connection: Connection, message: Write) -> Sequence[memoryview]:
         peer = _peer(connection)
@@ -191,15 +216,27 @@ class DataServer:
                 entry.abort = connection.abort
                 targets.append(self._keeper.segment.data(entry.offset, entry.length))
             else:
-                targets += [self._sink] * (piece.length // SINK_BYTES) + [self._sink[: piece.length % SINK_BYTES]]
+                targets += [self._sink] * (piece.length // SINK_BYTES) + [
+                    self._sink[: piece.length % SINK_BYTES]
+                ]
         return targets
 
     def _begin(self, connection: Connection, piece: Piece) -> Entry | None:
         tenant = _tenant(connection)
-        wanted = room_token(self._keeper.token_key, tenant, piece.key, piece.generation, piece.offset, piece.length)
+        wanted = room_token(
+            self._keeper.token_key, tenant, piece.key, piece.generation, piece.offset, piece.length
+        )
         if not hmac.compare_digest(wanted, piece.token):
             return None
-        entry = Entry(tenant, piece.key, piece.generation, piece.generation, piece.offset, piece.length, piece.crc)
+        entry = Entry(
+            tenant,
+            piece.key,
+            piece.generation,
+            piece.generation,
+            piece.offset,
+            piece.length,
+            piece.crc,
+        )
         return entry if self._keeper.memory.begin(entry) else None
 
     def _is_intact(self, entry: Entry | None) -> bool:
@@ -207,7 +244,9 @@ class DataServer:
             return False
         return crc32c(self._keeper.segment.data(entry.offset, entry.length)) == entry.crc
 
-    def _finish_write(self, connection: Connection, call: int, entries: list[Entry | None], intact: list[bool]) -> None:
+    def _finish_write(
+        self, connection: Connection, call: int, entries: list[Entry | None], intact: list[bool]
+    ) -> None:
         """Publish what arrived well, log it, and answer, at once or when it is logged."""
         receipt = Receipt(connection, call, bytearray(len(entries)))
         for index, (entry, good) in enumerate(zip(entries, intact, strict=True)):
@@ -255,7 +294,11 @@ class DataServer:
         tenant, codes, payload = _tenant(connection), bytearray(), []
         for wanted in message.slices:
             entry = self._keeper.memory.at(wanted.offset, wanted.stamp)
-            inside = entry is not None and wanted.start >= 0 and 0 <= wanted.length <= entry.length - wanted.start
+            inside = (
+                entry is not None
+                and wanted.start >= 0
+                and 0 <= wanted.length <= entry.length - wanted.start
+            )
             if entry is None or entry.tenant != tenant or not inside:
                 codes.append(Status.NOT_FOUND)
                 continue
@@ -274,7 +317,11 @@ class DataServer:
             await connection.writable()
             if not connection.alive:
                 return
-            found = await self._reads.read(_tenant(connection), cut.key, cut.generation) if self._reads else None
+            found = (
+                await self._reads.read(_tenant(connection), cut.key, cut.generation)
+                if self._reads
+                else None
+            )
             if found is None:
                 connection.answer(Part(call, index, Status.NOT_FOUND))
                 return
@@ -295,24 +342,42 @@ class DataServer:
         alone: list[tuple[int, Wanted]] = []
         shared: list[tuple[int, Wanted]] = []
         for index, (cut, at) in enumerate(zip(message.cuts, message.at, strict=True)):
-            if self._reads is None or staging is None or not 0 <= at <= at + cut.length <= len(staging.view):
+            if (
+                self._reads is None
+                or staging is None
+                or not 0 <= at <= at + cut.length <= len(staging.view)
+            ):
                 codes[index] = Status.INVALID
                 continue
             name = (_tenant(connection), cut.key, cut.generation)
             busy = self._reads.is_under_way(name)
-            (shared if busy else alone).append((index, Wanted(name, cut.start, cut.length, staging, at)))
-        jobs = [self._copy_records(connection, some, codes) for some in _dealt(alone, READS_PER_CONNECTION)]
-        await asyncio.gather(*jobs, *(self._copy_shared(connection, index, wanted, codes) for index, wanted in shared))
+            (shared if busy else alone).append(
+                (index, Wanted(name, cut.start, cut.length, staging, at))
+            )
+        jobs = [
+            self._copy_records(connection, some, codes)
+            for some in _dealt(alone, READS_PER_CONNECTION)
+        ]
+        await asyncio.gather(
+            *jobs,
+            *(self._copy_shared(connection, index, wanted, codes) for index, wanted in shared),
+        )
         connection.answer(Codes(message.call, bytes(codes)))
 
-    async def _copy_records(self, connection: Connection, some: Sequence[tuple[int, Wanted]], codes: bytearray) -> None:
+    async def _copy_records(
+        self, connection: Connection, some: Sequence[tuple[int, Wanted]], codes: bytearray
+    ) -> None:
         assert self._reads is not None
         async with _peer(connection).reading:
-            for (index, wanted), code in zip(some, await self._reads.copy([one for _, one in some]), strict=True):
+            for (index, wanted), code in zip(
+                some, await self._reads.copy([one for _, one in some]), strict=True
+            ):
                 codes[index] = code
                 self.bytes_out += wanted.count if code is Status.OK else 0
 
-    async def _copy_shared(self, connection: Connection, index: int, wanted: Wanted, codes: bytearray) -> None:
+    async def _copy_shared(
+        self, connection: Connection, index: int, wanted: Wanted, codes: bytearray
+    ) -> None:
         """A promotion or another get reads this record now."""
         assert self._reads is not None
         start, target = wanted.start, wanted.target
@@ -332,7 +397,9 @@ class DataServer:
             finally:
                 self._reads.release(buffer)
 
-    def _refuse(self, connection: Connection, message: ReadMemory | Check | ReadSsd | CopyOut) -> None:
+    def _refuse(
+        self, connection: Connection, message: ReadMemory | Check | ReadSsd | CopyOut
+    ) -> None:
         """This holder does not serve now."""
         if isinstance(message, ReadSsd):
             for index in range(len(message.cuts)):

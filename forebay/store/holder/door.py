@@ -125,9 +125,15 @@ class Door:
         if received:
             staging = Staging(received[0], _size_of(received[0], MAX_STAGING_BYTES))
         if len(received) > 1:
-            lent = memoryview(mmap.mmap(received[1], _size_of(received[1], MAX_LENT_BYTES), prot=mmap.PROT_READ))
-        answer = auth.welcome(given, hello, self._secrets, self._server.epoch, self._segment.capacity)
-        log = self._hints.descriptors if self._hints is not None and same_user else ()  # others may not open the files anyway
+            lent = memoryview(
+                mmap.mmap(received[1], _size_of(received[1], MAX_LENT_BYTES), prot=mmap.PROT_READ)
+            )
+        answer = auth.welcome(
+            given, hello, self._secrets, self._server.epoch, self._segment.capacity
+        )
+        log = (
+            self._hints.descriptors if self._hints is not None and same_user else ()
+        )  # others may not open the files anyway
         socket.send_fds(peer, [encode(answer)], [self._segment.fd, *log])
         return hello, Peer(staging=staging, lent=lent)
 
@@ -141,7 +147,9 @@ def _size_of(fd: int, at_most: int) -> int:
 
 
 def _same_user(peer: socket.socket) -> bool:
-    _, uid, _ = struct.unpack("3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    _, uid, _ = struct.unpack(
+        "3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    )
     return uid in (0, os.getuid())
 
 

@@ -44,7 +44,10 @@ class Mapping:
         start = -base % HUGE_PAGE_BYTES
         self.address = base + start
         libc = _libc()
-        if libc.mmap(self.address, size, protection, mmap.MAP_SHARED | _MAP_FIXED, fd, 0) == _MAP_FAILED:
+        if (
+            libc.mmap(self.address, size, protection, mmap.MAP_SHARED | _MAP_FIXED, fd, 0)
+            == _MAP_FAILED
+        ):
             error = ctypes.get_errno()
             self._reserved.close()
             raise OSError(error, os.strerror(error))
@@ -74,7 +77,10 @@ class Staging:
         if at % mmap.PAGESIZE or not 0 <= at <= at + count <= len(self.view):
             return False
         with self._lock:
-            return all(self._gathered(block) for block in range(at // HUGE_PAGE_BYTES, -(-(at + count) // HUGE_PAGE_BYTES)))
+            return all(
+                self._gathered(block)
+                for block in range(at // HUGE_PAGE_BYTES, -(-(at + count) // HUGE_PAGE_BYTES))
+            )
 
     def _gathered(self, block: int) -> bool:
         known = self._huge.get(block)
@@ -82,7 +88,9 @@ class Staging:
             start = block * HUGE_PAGE_BYTES
             _ = self.view[start]  # only what has a page at all can be gathered
             whole = start + HUGE_PAGE_BYTES <= len(self.view)
-            advised = whole and not _libc().madvise(self._mapping.address + start, HUGE_PAGE_BYTES, _MADV_COLLAPSE)
+            advised = whole and not _libc().madvise(
+                self._mapping.address + start, HUGE_PAGE_BYTES, _MADV_COLLAPSE
+            )
             known = self._huge[block] = bool(advised)
         return known
 
@@ -93,7 +101,9 @@ class Toucher:
 
     def __init__(self, mapping: Mapping, *, gather: bool) -> None:
         self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, args=(mapping, gather), name="segment-populate", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, args=(mapping, gather), name="segment-populate", daemon=True
+        )
         self._thread.start()
 
     def stop(self) -> None:
@@ -121,6 +131,13 @@ class Toucher:
 def _libc() -> Any:
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_void_p
-    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+    libc.mmap.argtypes = [
+        ctypes.c_void_p,
+        ctypes.c_size_t,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_long,
+    ]
     libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     return libc

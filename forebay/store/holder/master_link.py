@@ -59,7 +59,9 @@ class LinkOwner(Protocol):
 class MasterLink:
     """``run()`` until cancelled. ``send`` drops what is said while there is no master: the next inventory says it all."""
 
-    def __init__(self, master: Address, secret: bytes, owner: LinkOwner, tls: ssl.SSLContext | None = None) -> None:
+    def __init__(
+        self, master: Address, secret: bytes, owner: LinkOwner, tls: ssl.SSLContext | None = None
+    ) -> None:
         self._master = master
         self._secret = secret
         self._owner = owner
@@ -98,7 +100,9 @@ class MasterLink:
     def new_call(self) -> int:
         return next(self._call_numbers)
 
-    async def call(self, message: HolderToMaster, number: int, timeout_s: float) -> Prefetchable | Allocated | None:
+    async def call(
+        self, message: HolderToMaster, number: int, timeout_s: float
+    ) -> Prefetchable | Allocated | None:
         """The answer to call ``number``; None if there is none in time."""
         if self._writer is None or self._writer.transport.is_closing():
             return None
@@ -122,7 +126,9 @@ class MasterLink:
 
     async def _serve(self) -> None:
         async with asyncio.timeout(CONNECT_S):
-            reader, writer = await asyncio.open_connection(self._master.host, self._master.port, ssl=self._tls)
+            reader, writer = await asyncio.open_connection(
+                self._master.host, self._master.port, ssl=self._tls
+            )
             self._opening = writer
             await self._open(reader, writer)
         self._writer, self._held_back = writer, []
@@ -156,11 +162,19 @@ class MasterLink:
 
     async def _send_inventory(self, writer: asyncio.StreamWriter) -> None:
         memory, ssd, graves = self._owner.inventory()
-        cut = batched(memory, PIECE_ENTRIES), batched(ssd, PIECE_ENTRIES), batched(graves, PIECE_ENTRIES)
+        cut = (
+            batched(memory, PIECE_ENTRIES),
+            batched(ssd, PIECE_ENTRIES),
+            batched(graves, PIECE_ENTRIES),
+        )
         pieces = list(itertools.zip_longest(*cut, fillvalue=())) or [((), (), ())]
         for sequence, (some_memory, some_ssd, some_graves) in enumerate(pieces):
             last = sequence == len(pieces) - 1
-            writer.write(encode(Inventory(sequence, list(some_memory), list(some_ssd), list(some_graves), last)))
+            writer.write(
+                encode(
+                    Inventory(sequence, list(some_memory), list(some_ssd), list(some_graves), last)
+                )
+            )
             await writer.drain()
         held, self._held_back = self._held_back or [], None
         for message in held:

@@ -34,7 +34,16 @@ class Entry:
         "tenant",
     )
 
-    def __init__(self, tenant: str, key: bytes, generation: int, stamp: int, offset: int, length: int, crc: int) -> None:
+    def __init__(
+        self,
+        tenant: str,
+        key: bytes,
+        generation: int,
+        stamp: int,
+        offset: int,
+        length: int,
+        crc: int,
+    ) -> None:
         self.tenant = tenant
         self.key = key
         self.generation = generation
@@ -140,4 +149,8 @@ class Memory:
     def _overlapping(self, start: int, end: int) -> list[Entry]:
         first = max(0, bisect_right(self._offsets, start) - 1)
         last = bisect_left(self._offsets, end)
-        return [entry for offset in self._offsets[first:last] if (entry := self._entries[offset]).end > start]
+        return [
+            entry
+            for offset in self._offsets[first:last]
+            if (entry := self._entries[offset]).end > start
+        ]

@@ -94,7 +94,9 @@ def slices(whole: HolderConfig, masters: Sequence[Address]) -> list[HolderConfig
             master=master,
             listen=Address(whole.listen.host, port + number if port else 0),
             dram=whole.dram // count,
-            ssd=whole.ssd / str(master).replace(":", "_").strip("[]") if whole.ssd is not None else None,
+            ssd=whole.ssd / str(master).replace(":", "_").strip("[]")
+            if whole.ssd is not None
+            else None,
             ssd_bytes=whole.ssd_bytes // count,
         )
         for number, master in enumerate(masters)
@@ -129,10 +131,14 @@ class Holder:
         self._burying: list[Bury] = []  # handed to the log's writer, and not yet logged
         self._receipts: dict[int, Receipt] = {}  # by id of entry
         self._beside = beside
-        self._foreseen: dict[int, set[tuple[str, bytes]]] = {}  # number of a Bury of the master beside us -> what is not yet buried
+        self._foreseen: dict[
+            int, set[tuple[str, bytes]]
+        ] = {}  # number of a Bury of the master beside us -> what is not yet buried
         self._foreseen_session = 0
         self._is_usable = False  # as the master beside us sees it
-        self._is_level = False  # all that the master told us to bury before it let us serve is buried
+        self._is_level = (
+            False  # all that the master told us to bury before it let us serve is buried
+        )
         self._was_broken = False
         self.failed = asyncio.Event()
         self.peers: list[str] = []
@@ -161,7 +167,9 @@ class Holder:
     async def start(self) -> None:
         """Raises ``HolderError``, ``SegmentError`` or ``OSError``."""
         if self.address.host in ("", "0.0.0.0", "::"):
-            raise HolderError(f"--listen {self.address}: clients are told this address; give one that they can reach")
+            raise HolderError(
+                f"--listen {self.address}: clients are told this address; give one that they can reach"
+            )
         if (self.config.tls is None) != (self.config.master_tls is None):
             raise HolderError(
                 "clients use TLS for the master and its holders or for neither: give --master forebay+tls://... and "
@@ -173,18 +181,24 @@ class Holder:
             await loop.run_in_executor(None, self._open_log, self.config.ssd)
         self.segment = await loop.run_in_executor(None, Segment, self.config.dram)
         self.memory = Memory(self.segment, self._noticed)
-        self._link = MasterLink(self.config.master, self._secrets.of(auth.HOLDER_TENANT), self, self.config.master_tls)
+        self._link = MasterLink(
+            self.config.master, self._secrets.of(auth.HOLDER_TENANT), self, self.config.master_tls
+        )
         if self.log is not None:
             self._writer = LogWriter(self.log, self.config.fsync, self._report)
             self._reads = LogReads(self.log, self._damaged)
             self._promoter = Promoter(self.memory, self.segment, self._reads, self._link, self)
         self.data = DataServer(self, self._reads, self._promoter, self._secrets)
-        self._listener = await Listener.open(self.address, self._accept, self._connections, self.config.tls)
+        self._listener = await Listener.open(
+            self.address, self._accept, self._connections, self.config.tls
+        )
         self.address = Address(self.address.host, self._listener.port)
         if self._beside is not None and self._hints is not None:
             self._beside.watch(self.name, self.instance, self._foresee)
         if self._secrets.tenants <= 1:
-            self._door = Door(self.data, self.segment, self._secrets, self._connections, self._hints)
+            self._door = Door(
+                self.data, self.segment, self._secrets, self._connections, self._hints
+            )
         self._tasks = [
             asyncio.create_task(self._link.run()),
             asyncio.create_task(self._beat()),
@@ -197,7 +211,9 @@ class Holder:
         """They run for as long as the holder does: one that fails would leave a holder that only looks alive."""
         if not task.cancelled() and task.exception() is not None:
             self.master_lost(f"internal error: {task.exception()!r}")
-            self._loop.call_exception_handler({"message": "a holder's task failed", "exception": task.exception(), "task": task})
+            self._loop.call_exception_handler(
+                {"message": "a holder's task failed", "exception": task.exception(), "task": task}
+            )
             self.failed.set()
 
     async def stop(self) -> None:
@@ -230,14 +246,18 @@ class Holder:
         if self._lock is not None:
             self._lock.release()
         await asyncio.sleep(0)  # aborted connections let go of the segment
-        with contextlib.suppress(BufferError):  # a transport may still hold a view; the memory goes with it
+        with contextlib.suppress(
+            BufferError
+        ):  # a transport may still hold a view; the memory goes with it
             self.segment.close()
 
     def _open_log(self, directory: Path) -> None:
         try:
             self._lock = Lock(directory)
         except BlockingIOError as error:
-            raise HolderError(f"SSD directory {directory} is in use by another holder; give each its own") from error
+            raise HolderError(
+                f"SSD directory {directory} is in use by another holder; give each its own"
+            ) from error
         self.name, salt = self._names_of(directory)
         with contextlib.suppress(FileNotFoundError):
             self.peers = (directory / "peers").read_text().split()
@@ -261,7 +281,9 @@ class Holder:
         except (IndexError, ValueError):
             name, salt = "", 0
         if not _NAME.fullmatch(name):
-            raise HolderError(f"{file} holds no name (1 to 64 printable characters) of a log: restore it, or empty the whole directory")
+            raise HolderError(
+                f"{file} holds no name (1 to 64 printable characters) of a log: restore it, or empty the whole directory"
+            )
         return name, salt
 
     def _accept(self) -> Connection:
@@ -276,7 +298,13 @@ class Holder:
             self._save_peers()
             used = self.log.used_bytes if self.log is not None else 0
             state = self._writer.state if self._writer is not None else "none"
-            beat = Beat(used, state[:MAX_LINE_CHARS], state == "ok", self.data.unasked, self.data.unasked_bytes)
+            beat = Beat(
+                used,
+                state[:MAX_LINE_CHARS],
+                state == "ok",
+                self.data.unasked,
+                self.data.unasked_bytes,
+            )
             if self._link.send(beat):
                 self.data.unasked = self.data.unasked_bytes = 0
             await asyncio.sleep(min(BEAT_S, self.lease_s / 4))
@@ -318,15 +346,21 @@ class Holder:
 
     # ------------------------------------------------------------------------------------------ our word for what the log shows
 
-    def _foresee(self, usable: bool, session: int, told: Sequence[tuple[int, Sequence[Grave]]]) -> None:
+    def _foresee(
+        self, usable: bool, session: int, told: Sequence[tuple[int, Sequence[Grave]]]
+    ) -> None:
         """The master beside us has taken a step that nobody else can have noticed yet (`MasterServer.watch`): the hints show nothing of
         what it lets go."""
         if session != self._foreseen_session:
             known = {message.op for message in self._burying}
-            self._foreseen = {op: places for op, places in self._foreseen.items() if op in known}  # others will never come
+            self._foreseen = {
+                op: places for op, places in self._foreseen.items() if op in known
+            }  # others will never come
             self._foreseen_session = session
         for op, graves in told:
-            places = self._foreseen[op] = {(grave.tenant, grave.key) for grave in graves if not grave.behalf}
+            places = self._foreseen[op] = {
+                (grave.tenant, grave.key) for grave in graves if not grave.behalf
+            }
             for place in places:
                 self._show_or_hide(*place)
         if usable != self._is_usable:
@@ -373,13 +407,19 @@ class Holder:
 
     def inventory(self) -> tuple[list[HeldMemory], list[HeldSsd], list[Grave]]:
         memory = [
-            HeldMemory(one.tenant, one.key, one.generation, one.length, one.offset, one.stamp, one.buried)
+            HeldMemory(
+                one.tenant, one.key, one.generation, one.length, one.offset, one.stamp, one.buried
+            )
             for one in self.memory
             if one.live
         ]
         if self.log is None:
             return memory, [], list(self._kept_graves)
-        return memory, not_being_buried(self.log.entries(), self._burying), list(self.log.kept_graves)
+        return (
+            memory,
+            not_being_buried(self.log.entries(), self._burying),
+            list(self.log.kept_graves),
+        )
 
     def from_master(self, message: MasterToHolder) -> None:
         match message:
@@ -389,7 +429,9 @@ class Holder:
             case Bury():
                 self._bury(message)
             case Forget(behalf):
-                self._kept_graves = {grave: None for grave in self._kept_graves if grave.behalf != behalf}
+                self._kept_graves = {
+                    grave: None for grave in self._kept_graves if grave.behalf != behalf
+                }
                 if self._writer is not None:
                     self._writer.submit(ForgetJob(behalf))
             case Promote(task, tenant, key):
@@ -413,7 +455,9 @@ class Holder:
 
     def _remember_peers(self, names: list[str]) -> None:
         """Before we serve: whoever was absent when a key was removed must be told, even by a master that never saw it."""
-        known = sorted([name for name in dict.fromkeys((*names, *self.peers)) if name != self.name][:MAX_PEERS])
+        known = sorted(
+            [name for name in dict.fromkeys((*names, *self.peers)) if name != self.name][:MAX_PEERS]
+        )
         if known == self.peers:
             return
         self.peers = known
@@ -455,8 +499,14 @@ class Holder:
                 receipt = self._receipts.pop(id(entry), None)
                 if receipt is not None:
                     receipt.settle(entry, logged)
-        hopeless = [one for one in report.failed if one.live and not one.buried] if report.state == "ok" else []
-        lost = report.lost + [HeldSsd(one.tenant, one.key, one.generation, one.length) for one in hopeless]
+        hopeless = (
+            [one for one in report.failed if one.live and not one.buried]
+            if report.state == "ok"
+            else []
+        )
+        lost = report.lost + [
+            HeldSsd(one.tenant, one.key, one.generation, one.length) for one in hopeless
+        ]
         held = [HeldSsd(one.tenant, one.key, one.generation, one.length) for one in report.logged]
         for some in batched(held, MAX_ENTRIES):
             self._link.send(Persisted(some))
@@ -505,4 +555,8 @@ def not_being_buried(held: list[HeldSsd], burying: list[Bury]) -> list[HeldSsd]:
                 graves.setdefault((grave.tenant, grave.key), []).append(grave)
     if not graves:
         return held
-    return [one for one in held if not any(covers(grave, one.generation) for grave in graves.get((one.tenant, one.key), ()))]
+    return [
+        one
+        for one in held
+        if not any(covers(grave, one.generation) for grave in graves.get((one.tenant, one.key), ()))
+    ]

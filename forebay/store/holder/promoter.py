@@ -27,7 +27,10 @@ CHUNK_KEYS = 128
 ALLOC_TASKS = 8
 MAX_QUEUED_CHUNKS = 256
 CALL_S = 2.0
-_AFTER_REGISTER = {PrefetchCode.OK: State.IN_FLIGHT, PrefetchCode.PROMOTION_ALREADY_EXISTS: State.ALREADY_RESIDENT}
+_AFTER_REGISTER = {
+    PrefetchCode.OK: State.IN_FLIGHT,
+    PrefetchCode.PROMOTION_ALREADY_EXISTS: State.ALREADY_RESIDENT,
+}
 
 
 class Known(Protocol):
@@ -39,21 +42,32 @@ class Known(Protocol):
 class Promoter:
     """One holder's promotions. At most ``MAX_QUEUED_CHUNKS`` requests wait; more are declined (a prefetch is only a hint)."""
 
-    def __init__(self, memory: Memory, segment: Segment, reads: LogReads, link: MasterLink, known: Known) -> None:
+    def __init__(
+        self, memory: Memory, segment: Segment, reads: LogReads, link: MasterLink, known: Known
+    ) -> None:
         self._memory = memory
         self._segment = segment
         self._reads = reads
         self._link = link
         self._known = known
         self._tasks: set[asyncio.Task[None]] = set()
-        self._hinted: dict[bytes, bool] = {}  # by name, until its read begins: whether a get was there first
+        self._hinted: dict[
+            bytes, bool
+        ] = {}  # by name, until its read begins: whether a get was there first
         self.throttle = PrefetchThrottle()
         self.declined = self.promoted = 0
 
-    def prefetch(self, tenant: str, keys: Sequence[bytes], hint_s: float, *, demand: bool = False) -> None:
+    def prefetch(
+        self, tenant: str, keys: Sequence[bytes], hint_s: float, *, demand: bool = False
+    ) -> None:
         """The local branch of prefetch on exist: keys of which this holder has a record and that were not promoted lately."""
-        here = {_name(tenant, key): key for key in keys if (self._known.length_of(tenant, key) or 0) > 0}
-        admitted = [here[name] for name in self.throttle.admit(list(here), time.monotonic(), despite_cooldown=demand)]
+        here = {
+            _name(tenant, key): key for key in keys if (self._known.length_of(tenant, key) or 0) > 0
+        }
+        admitted = [
+            here[name]
+            for name in self.throttle.admit(list(here), time.monotonic(), despite_cooldown=demand)
+        ]
         for start in range(0, len(admitted), CHUNK_KEYS):
             chunk = admitted[start : start + CHUNK_KEYS]
             if len(self._tasks) >= MAX_QUEUED_CHUNKS:
@@ -90,7 +104,9 @@ class Promoter:
 
     async def _register(self, tenant: str, keys: list[bytes], hint_s: float) -> None:
         number = self._link.new_call()
-        answer = await self._link.call(RegisterPrefetch(number, tenant, keys, hint_s), number, CALL_S)
+        answer = await self._link.call(
+            RegisterPrefetch(number, tenant, keys, hint_s), number, CALL_S
+        )
         if not isinstance(answer, Prefetchable):
             self._note(tenant, keys, State.FAILED)
             return
@@ -106,20 +122,30 @@ class Promoter:
         open_tasks = dict(tasks)
         try:
             for start in range(0, len(tasks), ALLOC_TASKS):
-                some = [task for task in tasks[start : start + ALLOC_TASKS] if not self._is_late(tenant, task[1])]
+                some = [
+                    task
+                    for task in tasks[start : start + ALLOC_TASKS]
+                    if not self._is_late(tenant, task[1])
+                ]
                 if not some:
                     continue
                 self._note(tenant, open_tasks.values(), State.IN_FLIGHT)  # refreshed while it lasts
                 number = self._link.new_call()
-                answer = await self._link.call(AllocStart(number, [task for task, _ in some]), number, CALL_S)
+                answer = await self._link.call(
+                    AllocStart(number, [task for task, _ in some]), number, CALL_S
+                )
                 if not isinstance(answer, Allocated):
                     return
                 steps = []
                 for (task, key), spot in zip(some, answer.allotments, strict=True):
                     if spot.code is not PrefetchCode.OK:
-                        self._refused(tenant, open_tasks.pop(task), spot.code)  # the master ended it
+                        self._refused(
+                            tenant, open_tasks.pop(task), spot.code
+                        )  # the master ended it
                         continue
-                    entry = Entry(tenant, key, spot.generation, spot.stamp, spot.offset, spot.length, crc=0)
+                    entry = Entry(
+                        tenant, key, spot.generation, spot.stamp, spot.offset, spot.length, crc=0
+                    )
                     steps.append(self._fill(task, entry, open_tasks))
                 await asyncio.gather(*steps)
         finally:
@@ -130,14 +156,18 @@ class Promoter:
     async def _fill(self, task: int, entry: Entry, open_tasks: dict[int, bytes]) -> None:
         late = self._is_late(entry.tenant, entry.key)
         self._hinted.pop(_name(entry.tenant, entry.key), None)
-        found = await self._reads.read(entry.tenant, entry.key, entry.generation) if not late else None
+        found = (
+            await self._reads.read(entry.tenant, entry.key, entry.generation) if not late else None
+        )
         ok = False
         if found is not None:
             buffer, length = found
             if length == entry.length and self._memory.begin(entry):
                 target = self._segment.data(entry.offset, length)
                 entry.busy = True
-                entry.crc = await asyncio.get_running_loop().run_in_executor(None, _copy, buffer[:length], target)
+                entry.crc = await asyncio.get_running_loop().run_in_executor(
+                    None, _copy, buffer[:length], target
+                )
                 self._memory.copied(entry)
                 ok = self._memory.publish(entry)
             self._reads.release(buffer)

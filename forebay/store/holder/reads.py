@@ -73,7 +73,9 @@ class LogReads:
         if under_way is None:
             buffer = self._take(padded(length))
             loop = asyncio.get_running_loop()
-            under_way = self._under_way[name] = loop.run_in_executor(self._threads, self._fill, name, buffer)
+            under_way = self._under_way[name] = loop.run_in_executor(
+                self._threads, self._fill, name, buffer
+            )
             under_way.add_done_callback(lambda _: self._under_way.pop(name, None))
             self._users[id(buffer)] = 1
             found = await asyncio.shield(under_way)
@@ -97,7 +99,9 @@ class LogReads:
 
     async def copy(self, wanted: Sequence[Wanted]) -> list[Status]:
         """Read records one after another in one thread, and copy what is wanted of each to where it is wanted."""
-        codes, damaged = await asyncio.get_running_loop().run_in_executor(self._threads, self._copy_all, wanted)
+        codes, damaged = await asyncio.get_running_loop().run_in_executor(
+            self._threads, self._copy_all, wanted
+        )
         for held in damaged:
             self._damaged(held)
         return codes
@@ -145,7 +149,10 @@ class LogReads:
         """A whole value straight to where it goes, if the disk is fast there; else by way of a buffer of this thread's own."""
         size = padded(length)
         if wanted.count == length and wanted.staging.is_fast(wanted.at, size):
-            return self._log.read(*wanted.name, wanted.staging.view[wanted.at : wanted.at + size]) is not None
+            return (
+                self._log.read(*wanted.name, wanted.staging.view[wanted.at : wanted.at + size])
+                is not None
+            )
         bounce: memoryview | None = getattr(self._bounce, "buffer", None)
         if bounce is None or len(bounce) < size:
             bounce = aligned_buffer(max(size, HUGE_PAGE_BYTES))

@@ -56,7 +56,9 @@ def available_bytes() -> int:
         fields = dict(line.split(":", 1) for line in file)
     available = int(fields["MemAvailable"].split()[0]) << 10
     try:
-        group = Path("/sys/fs/cgroup") / Path("/proc/self/cgroup").read_text().split("::", 1)[1].strip().lstrip("/")
+        group = Path("/sys/fs/cgroup") / Path("/proc/self/cgroup").read_text().split("::", 1)[
+            1
+        ].strip().lstrip("/")
         limit = (group / "memory.max").read_text().strip()
         used = int((group / "memory.current").read_text())
     except (OSError, IndexError, ValueError):
@@ -71,15 +73,23 @@ class Segment:
         self.capacity = capacity & -ALIGN_BYTES
         available = available_bytes()
         if capacity > available:  # allocating would go on until the kernel kills someone
-            raise SegmentError(f"{capacity} bytes of DRAM are asked for, {available} are available; give a smaller --dram")
+            raise SegmentError(
+                f"{capacity} bytes of DRAM are asked for, {available} are available; give a smaller --dram"
+            )
         self.fd = os.memfd_create("forebay-segment", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.posix_fallocate(self.fd, 0, self.capacity)
         except OSError as error:
             os.close(self.fd)
-            raise SegmentError(f"{capacity} bytes of DRAM are not to be had: {error.strerror}; give a smaller --dram") from error
+            raise SegmentError(
+                f"{capacity} bytes of DRAM are not to be had: {error.strerror}; give a smaller --dram"
+            ) from error
         self._mapping = Mapping(self.fd, self.capacity, writable=True)
-        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | _F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL)
+        fcntl.fcntl(
+            self.fd,
+            fcntl.F_ADD_SEALS,
+            fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | _F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL,
+        )
         self.view = self._mapping.view
         self._toucher = Toucher(self._mapping, gather=True)
 
@@ -102,7 +112,11 @@ class Segment:
         return self.view[begin : begin + length]
 
     def fits(self, offset: int, length: int) -> bool:
-        return offset >= 0 and offset % ALIGN_BYTES == 0 and offset + footprint(length, HEADER_BYTES) <= self.capacity
+        return (
+            offset >= 0
+            and offset % ALIGN_BYTES == 0
+            and offset + footprint(length, HEADER_BYTES) <= self.capacity
+        )
 
     def close(self) -> None:
         self._toucher.stop()
@@ -117,7 +131,9 @@ class MappedSegment:
         """Raises ``OSError``."""
         try:
             if not 0 < capacity <= sealed_bytes(fd):
-                raise OSError(errno.EINVAL, f"a segment of {capacity} bytes is larger than its memory")
+                raise OSError(
+                    errno.EINVAL, f"a segment of {capacity} bytes is larger than its memory"
+                )
             self._mapping = Mapping(fd, capacity, writable=False)
         finally:
             os.close(fd)
@@ -137,7 +153,12 @@ class MappedSegment:
 
     def _copy_one(self, offset: int, stamp: int, start: int, target: npt.NDArray[np.uint8]) -> bool:
         begin, count = offset + HEADER_BYTES + start, len(target)
-        if offset < 0 or start < 0 or begin + count > self.capacity or not self._is(offset, stamp, start + count):
+        if (
+            offset < 0
+            or start < 0
+            or begin + count > self.capacity
+            or not self._is(offset, stamp, start + count)
+        ):
             return False
         np.copyto(target, self._bytes[begin : begin + count])
         return self._is(offset, stamp, start + count)

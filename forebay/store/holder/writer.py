@@ -148,13 +148,18 @@ class LogWriter:
 
     def _append(self, appends: list[Append]) -> None:
         wanted = [job for job in appends if not job.entry.gone and not job.entry.buried]
-        self._unreported.failed += [job.entry for job in appends if job.entry.gone or job.entry.buried]
+        self._unreported.failed += [
+            job.entry for job in appends if job.entry.gone or job.entry.buried
+        ]
         if not wanted:
             return
         if self._broken_since:
             self._unreported.failed += [job.entry for job in wanted]
             return
-        items = [Item(job.entry.tenant, job.entry.key, job.entry.generation, job.entry.crc, job.value) for job in wanted]
+        items = [
+            Item(job.entry.tenant, job.entry.key, job.entry.generation, job.entry.crc, job.value)
+            for job in wanted
+        ]
         size = sum(BLOCK_BYTES + padded(len(item.value)) for item in items)
         good = self._try(lambda: self._make_room_and_append(items, size))
         if good is None:
@@ -249,7 +254,9 @@ class LogWriter:
 
     def _flush(self, *, force: bool) -> None:
         """Sync if it is due, then report; with BATCH what is not synced yet is not reported yet."""
-        waited = bool(self._unsynced_since) and time.monotonic() >= self._unsynced_since + SYNC_EVERY_S
+        waited = (
+            bool(self._unsynced_since) and time.monotonic() >= self._unsynced_since + SYNC_EVERY_S
+        )
         asked = force or self._fsync is Fsync.ALWAYS or any([job.op for job in self._unsaid])
         if self._unsynced_since and self._fsync is not Fsync.NEVER:
             if not (asked or waited or self._unsynced_bytes >= SYNC_EVERY_BYTES):
@@ -275,8 +282,16 @@ class LogWriter:
         if not self._unreported.lost:
             return
         unsaid = {(one.tenant, one.key, one.generation) for one in self._unreported.logged}
-        waits = [held for held in self._unreported.lost if (held.tenant, held.key, held.generation) in unsaid]
-        told = [held for held in self._unreported.lost if (held.tenant, held.key, held.generation) not in unsaid]
+        waits = [
+            held
+            for held in self._unreported.lost
+            if (held.tenant, held.key, held.generation) in unsaid
+        ]
+        told = [
+            held
+            for held in self._unreported.lost
+            if (held.tenant, held.key, held.generation) not in unsaid
+        ]
         self._unreported.lost = waits
         if told:
             self._report(Report(lost=told, state=self._last_state))

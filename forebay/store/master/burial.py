@@ -46,9 +46,13 @@ class Digger:
             if call is not None:
                 state.send(session, Codes(call, codes))
             return
-        delivered = [grave for graves in self._by_holder.values() for grave in graves] if delivers else []
+        delivered = (
+            [grave for graves in self._by_holder.values() for grave in graves] if delivers else []
+        )
         burial = Burial(session, call, codes, {}, delivers, delivered)
-        burial.places |= {(grave.tenant, grave.key) for graves in self._by_holder.values() for grave in graves}
+        burial.places |= {
+            (grave.tenant, grave.key) for graves in self._by_holder.values() for grave in graves
+        }
         burial.places |= {(grave.tenant, grave.key) for grave in self._for_unheard}
         number = state.new_number()
         state.burials[number] = burial
@@ -70,7 +74,11 @@ class Digger:
                 for grave in graves:
                     generation, all_of_it = self._gone.get((grave.tenant, grave.key), (0, False))
                     newer = Grave(grave.tenant, grave.key, generation, behalf=grave.behalf)
-                    if generation < grave.generation or newer in told.get(number, ()) or (grave.exact and not all_of_it):
+                    if (
+                        generation < grave.generation
+                        or newer in told.get(number, ())
+                        or (grave.exact and not all_of_it)
+                    ):
                         continue
                     told.setdefault(number, set()).add(newer)
                     self.bury_at(state.holders[number], newer)
@@ -98,7 +106,11 @@ def buried(state: State, holder: Holder, bury: int) -> None:
 def holder_lost(state: State, lost: Holder) -> None:
     """What ``lost`` had not logged yet is kept by a live holder for it."""
     for number, burial in list(state.burials.items()):
-        owed = [(bury, graves) for bury, (holder, graves) in burial.missing.items() if holder == lost.number]
+        owed = [
+            (bury, graves)
+            for bury, (holder, graves) in burial.missing.items()
+            if holder == lost.number
+        ]
         for bury, graves in owed:
             del state.buries[bury], burial.missing[bury]
             if burial.delivers != lost.register.name:
@@ -115,7 +127,9 @@ def holder_lost(state: State, lost: Holder) -> None:
 
 def graves_against(state: State, holder: Holder) -> list[Grave]:
     """Graves that ``holder`` has yet to hear of, in the order of their keys' first."""
-    return [grave for graves in state.graves.get(holder.register.name, {}).values() for grave in graves]
+    return [
+        grave for graves in state.graves.get(holder.register.name, {}).values() for grave in graves
+    ]
 
 
 class Deaths:
@@ -153,7 +167,9 @@ def learn(state: State, graves: list[Grave]) -> None:
             places[grave.tenant, grave.key] = (*known, grave)
 
 
-def _hand_over(state: State, number: int, burial: Burial, holder: Holder, graves: list[Grave]) -> None:
+def _hand_over(
+    state: State, number: int, burial: Burial, holder: Holder, graves: list[Grave]
+) -> None:
     if holder.present:
         _send(state, number, burial, holder, graves)
     else:
@@ -165,11 +181,21 @@ def _keep(state: State, number: int, burial: Burial, name: str, graves: list[Gra
     knows of the removal: it may last or not."""
     kept = [replace(grave, behalf=name) for grave in graves]
     learn(state, kept)
-    keepers = [holder for holder in state.holders.values() if holder.present and holder.register.name != name]
+    keepers = [
+        holder
+        for holder in state.holders.values()
+        if holder.present and holder.register.name != name
+    ]
     if not keepers:
         burial.codes = bytes(Status.TIMEOUT if code == Status.OK else code for code in burial.codes)
         return
-    _send(state, number, burial, next((holder for holder in keepers if holder.has_log), keepers[0]), kept)
+    _send(
+        state,
+        number,
+        burial,
+        next((holder for holder in keepers if holder.has_log), keepers[0]),
+        kept,
+    )
 
 
 def _send(state: State, number: int, burial: Burial, holder: Holder, graves: list[Grave]) -> None:
@@ -197,7 +223,11 @@ def _delivered(state: State, burial: Burial) -> None:
     owed = state.graves.get(burial.delivers, {})
     for grave in burial.delivered:
         place = (grave.tenant, grave.key)
-        rest = tuple(kept for kept in owed.get(place, ()) if replace(kept, behalf="") != replace(grave, behalf=""))
+        rest = tuple(
+            kept
+            for kept in owed.get(place, ())
+            if replace(kept, behalf="") != replace(grave, behalf="")
+        )
         if rest:
             owed[place] = rest
         else:

@@ -57,7 +57,11 @@ class Extents:
         begin = order[place]
         stop = begin + self._starts[begin]
         self._cut(begin, start, start + size)
-        pieces = [piece for piece, some in ((begin, begin < start), (start + size, start + size < stop)) if some]
+        pieces = [
+            piece
+            for piece, some in ((begin, begin < start), (start + size, start + size < stop))
+            if some
+        ]
         order[place : place + 1] = pieces
         self._order = order
         return True
@@ -66,7 +70,10 @@ class Extents:
         """Return a range that was taken. It grows together with free neighbours."""
         self.free_bytes += size
         end = start + size
-        assert end <= self.capacity and start not in self._starts and end not in self._ends, (start, size)
+        assert end <= self.capacity and start not in self._starts and end not in self._ends, (
+            start,
+            size,
+        )
         before = self._ends.pop(start, None)
         if before is not None:
             self._unfile(before, start - before)

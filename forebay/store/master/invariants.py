@@ -30,11 +30,15 @@ def check(state: State) -> None:
     _tasks(state)
     _puts(state)
     for name in state.unheard.keys() & state.by_name.keys():
-        assert not state.by_name[name].complete, "11: a holder whose inventory is in is said to be unheard"
+        assert not state.by_name[name].complete, (
+            "11: a holder whose inventory is in is said to be unheard"
+        )
     for burial in state.burials.values():
         assert burial.missing, "10: a burial with nothing missing was not finished"
         waited_for = {number for number, _ in burial.missing.values()}
-        assert all(state.holders[number].present for number in waited_for), "10: a burial waits for an absent holder"
+        assert all(state.holders[number].present for number in waited_for), (
+            "10: a burial waits for an absent holder"
+        )
     known = {bury for burial in state.burials.values() for bury in burial.missing}
     assert known == set(state.buries), "10: numbers of buries"
 
@@ -43,9 +47,13 @@ def _ranges_tile(state: State, holder: Holder) -> None:
     taken = [(replica.offset, replica.size) for replica in space.ranges(holder, state)]
     position = 0
     for start, size in sorted(taken + holder.extents.ranges()):
-        assert start == position, f"1: holder {holder.number}: range at {start} where {position} was due"
+        assert start == position, (
+            f"1: holder {holder.number}: range at {start} where {position} was due"
+        )
         position = start + size
-    assert position == holder.extents.capacity, f"1: holder {holder.number}: {position} of {holder.extents.capacity} accounted for"
+    assert position == holder.extents.capacity, (
+        f"1: holder {holder.number}: {position} of {holder.extents.capacity} accounted for"
+    )
 
 
 def _tenants_pay(state: State) -> None:
@@ -53,27 +61,41 @@ def _tenants_pay(state: State) -> None:
     for holder in state.holders.values():
         for replica in space.ranges(holder, state):
             due[replica.object.tenant.name] += replica.size
-    assert due == {tenant.name: tenant.memory_bytes for tenant in state.tenants.values()}, "2: memory_bytes"
+    assert due == {tenant.name: tenant.memory_bytes for tenant in state.tenants.values()}, (
+        "2: memory_bytes"
+    )
 
 
 def _objects(state: State) -> None:
     for tenant in state.tenants.values():
         for key, found in tenant.objects.items():
             assert found.memory or found.ssd, f"3: {key!r} has no replica"
-            states = [replica.state for replica in found.memory] + [copy.state for copy in found.ssd]
+            states = [replica.state for replica in found.memory] + [
+                copy.state for copy in found.ssd
+            ]
             assert all(one is ReplicaState.COMPLETE for one in states), f"3: {key!r} is {states}"
-            assert len({replica.holder.number for replica in found.memory}) == len(found.memory), f"3: {key!r}"
+            assert len({replica.holder.number for replica in found.memory}) == len(found.memory), (
+                f"3: {key!r}"
+            )
             assert found.generation < state.next_generation, "7: generation"
             for replica in found.memory:
-                assert replica.object is found and replica.lane is not None, f"4: {key!r} is in no lane"
+                assert replica.object is found and replica.lane is not None, (
+                    f"4: {key!r} is in no lane"
+                )
                 assert replica.stamp < state.next_generation, "7: stamp"
 
 
 def _lane(lane: Lane, tenant: str, holder: Holder) -> None:
     total, tick = 0, -1
     for replica in lane:
-        assert replica.lane is lane and replica.holder is holder and replica.object.tenant.name == tenant, "4: lane"
-        assert replica.state is ReplicaState.COMPLETE and replica in replica.object.memory, "4: a lane holds what is not complete"
+        assert (
+            replica.lane is lane
+            and replica.holder is holder
+            and replica.object.tenant.name == tenant
+        ), "4: lane"
+        assert replica.state is ReplicaState.COMPLETE and replica in replica.object.memory, (
+            "4: a lane holds what is not complete"
+        )
         assert lane.kind is not Kind.VOLATILE or not replica.object.ssd, "4: kind"
         assert replica.tick > tick, "5: ticks"
         total, tick = total + replica.size, replica.tick
@@ -89,7 +111,15 @@ def _tasks(state: State) -> None:
 
 
 def _puts(state: State) -> None:
-    owned = {(id(put), session) for session, owner in state.sessions.items() for put in owner.puts.values()}
-    pending = {(id(put), put.session) for tenant in state.tenants.values() for put in tenant.pending.values()}
+    owned = {
+        (id(put), session)
+        for session, owner in state.sessions.items()
+        for put in owner.puts.values()
+    }
+    pending = {
+        (id(put), put.session)
+        for tenant in state.tenants.values()
+        for put in tenant.pending.values()
+    }
     assert owned == pending, "8: puts in flight"
     assert len(state.waiting) <= state.config.max_waiting_puts, "9: waiting"

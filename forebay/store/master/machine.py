@@ -72,10 +72,20 @@ class Master:
     """``epoch`` names this incarnation. ``first_generation`` must be above what any absent holder may have seen of earlier ones:
     servers derive it from the wall clock; inventories raise it further. ``secret`` seeds the keys that sign rooms for writers."""
 
-    def __init__(self, config: MasterConfig, now: float, *, epoch: int, first_generation: int = 1, secret: bytes = b"") -> None:
+    def __init__(
+        self,
+        config: MasterConfig,
+        now: float,
+        *,
+        epoch: int,
+        first_generation: int = 1,
+        secret: bytes = b"",
+    ) -> None:
         self.state = State(config, epoch, now, first_generation)
         self._bound = claims.Bound(now, first_generation)
-        self._tells_until: dict[int, float] = {}  # session of a holder -> when its inventory must be over, unless it goes on
+        self._tells_until: dict[
+            int, float
+        ] = {}  # session of a holder -> when its inventory must be over, unless it goes on
         self._secret = secret
 
     def step(self, now: float, event: Event) -> list[Effect]:
@@ -152,10 +162,16 @@ class Master:
         state = self.state
         claimed = claims.highest(message)
         if claimed >= state.next_generation and claimed > self._bound.at(now):
-            state.out.append(Close(session, f"generation {claimed} is one that no master can have given out by now"))
+            state.out.append(
+                Close(
+                    session, f"generation {claimed} is one that no master can have given out by now"
+                )
+            )
             return
         if isinstance(message, Register | Inventory):
-            self._tells_until[session] = membership.tells_until(now, self._tells_until.get(session), message)
+            self._tells_until[session] = membership.tells_until(
+                now, self._tells_until.get(session), message
+            )
         if isinstance(message, Register):
             if state.sessions[session].holder is not None:
                 state.out.append(Close(session, "a holder registers once on a connection"))
@@ -212,5 +228,10 @@ class Master:
 
     def _token_key(self, register: Register, session: int) -> bytes:
         """Another one for each registration, so a token also proves that its room was given since the last one."""
-        named = register.name.encode() + b"\0" + register.instance.encode() + struct.pack("<QQ", self.state.epoch, session)
+        named = (
+            register.name.encode()
+            + b"\0"
+            + register.instance.encode()
+            + struct.pack("<QQ", self.state.epoch, session)
+        )
         return hashlib.blake2b(named, key=self._secret[:64], digest_size=32).digest()

@@ -60,7 +60,9 @@ def register(state: State, now: float, session: int, message: Register, token_ke
         _forget_memory(state, holder)
     for tenant in state.tenants.values():
         for put in tenant.pending.values():
-            put.persisted = [other for other in put.persisted if other is not holder]  # its inventory says what it has
+            put.persisted = [
+                other for other in put.persisted if other is not holder
+            ]  # its inventory says what it has
     state.next_generation = max(state.next_generation, message.highest_generation + 1)
     _expect(state, message.peers)
     names = _all_names(state)
@@ -142,11 +144,19 @@ def heard(holder: Holder, now: float) -> None:
 def suspect_silent(state: State, now: float) -> None:
     """A machine that vanished says no farewell: what waits for it (removals) must not wait for ever, so others stand in for it then."""
     for holder in state.holders.values():
-        if holder.present and not holder.suspect and now - holder.last_seen > state.config.silence_s:
+        if (
+            holder.present
+            and not holder.suspect
+            and now - holder.last_seen > state.config.silence_s
+        ):
             holder.suspect, holder.suspect_since = True, now
             holder.settle()
             state.count("holder_suspected")
-        elif holder.present and holder.suspect and now - holder.suspect_since > GONE_SILENCES * state.config.silence_s:
+        elif (
+            holder.present
+            and holder.suspect
+            and now - holder.suspect_since > GONE_SILENCES * state.config.silence_s
+        ):
             state.out.append(Close(holder.session, "silent for too long"))
 
 
@@ -164,7 +174,9 @@ def drop_slow_tellers(state: State, now: float, until: dict[int, float]) -> None
     session (`tells_until`)."""
     for holder in state.holders.values():
         if holder.present and not holder.complete and now > until[holder.session]:
-            state.out.append(Close(holder.session, f"its inventory stood still for {INVENTORY_S:g} s"))
+            state.out.append(
+                Close(holder.session, f"its inventory stood still for {INVENTORY_S:g} s")
+            )
 
 
 def persisted(state: State, holder: Holder, message: Persisted) -> None:
@@ -213,14 +225,24 @@ def _unlist_if_empty(object: Object) -> None:
 
 
 def _take_memory(
-    state: State, now: float, holder: Holder, entry: HeldMemory, digger: burial.Digger, deaths: burial.Deaths, pending: set[int]
+    state: State,
+    now: float,
+    holder: Holder,
+    entry: HeldMemory,
+    digger: burial.Digger,
+    deaths: burial.Deaths,
+    pending: set[int],
 ) -> bool:
     """Confirm or adopt one object in memory; False if the holder is to retire it."""
     tenant = state.tenant(entry.tenant)
     known = tenant.objects.get(entry.key)
     if known is not None:
         for replica in known.memory:
-            if replica.holder is holder and replica.stamp == entry.stamp and replica.offset == entry.offset:
+            if (
+                replica.holder is holder
+                and replica.stamp == entry.stamp
+                and replica.offset == entry.offset
+            ):
                 replica.round = holder.round
                 return True
     if entry.stamp in pending:
@@ -232,7 +254,9 @@ def _take_memory(
     death = deaths.of(entry.tenant, entry.key, entry.generation)
     newer = known is not None and known.generation > entry.generation
     if entry.buried or death is not None or newer:
-        _drain_stranger(holder, Object(tenant, entry.key, entry.generation, entry.length), entry, until)
+        _drain_stranger(
+            holder, Object(tenant, entry.key, entry.generation, entry.length), entry, until
+        )
         if not entry.buried:
             digger.bury_at(holder, death or Grave(entry.tenant, entry.key, entry.generation))
         return True
@@ -246,7 +270,14 @@ def _take_memory(
     return True
 
 
-def _take_ssd(state: State, now: float, holder: Holder, entry: HeldSsd, digger: burial.Digger, deaths: burial.Deaths) -> None:
+def _take_ssd(
+    state: State,
+    now: float,
+    holder: Holder,
+    entry: HeldSsd,
+    digger: burial.Digger,
+    deaths: burial.Deaths,
+) -> None:
     tenant = state.tenant(entry.tenant)
     known = tenant.objects.get(entry.key)
     death = deaths.of(entry.tenant, entry.key, entry.generation)
@@ -261,7 +292,15 @@ def _take_ssd(state: State, now: float, holder: Holder, entry: HeldSsd, digger: 
     puts.install_ssd(state, object, holder)
 
 
-def _adopt(state: State, now: float, tenant_name: str, key: bytes, generation: int, length: int, digger: burial.Digger) -> Object:
+def _adopt(
+    state: State,
+    now: float,
+    tenant_name: str,
+    key: bytes,
+    generation: int,
+    length: int,
+    digger: burial.Digger,
+) -> Object:
     """The object of this generation, newly listed if need be; an older one is buried and gives way."""
     tenant = state.tenant(tenant_name)
     known = tenant.objects.get(key)
@@ -286,7 +325,9 @@ def _drain_stranger(holder: Holder, object: Object, entry: HeldMemory, until: fl
 def _complete(state: State, now: float, holder: Holder) -> None:
     """The inventory is in: what it did not confirm is gone."""
     state.unheard.pop(holder.register.name, None)
-    if holder.round > 1:  # else this master knew nothing of it: after a restart all holders come, and each look is at all objects
+    if (
+        holder.round > 1
+    ):  # else this master knew nothing of it: after a restart all holders come, and each look is at all objects
         _drop_unconfirmed(state, holder)
     _deliver(state, now, holder)
     holder.complete = True

@@ -7,7 +7,17 @@ not before, so a failed promotion leaves no lease behind.
 from forebay.store.backend import Status
 from forebay.store.master import space
 from forebay.store.master.extents import footprint
-from forebay.store.master.records import HEADER_BYTES, LEASE_SLACK_S, Holder, Kind, MemoryReplica, Object, State, Task, Trigger
+from forebay.store.master.records import (
+    HEADER_BYTES,
+    LEASE_SLACK_S,
+    Holder,
+    Kind,
+    MemoryReplica,
+    Object,
+    State,
+    Task,
+    Trigger,
+)
 from forebay.store.master.transitions import Cause, move
 from forebay.store.wire.messages import (
     Allocated,
@@ -23,7 +33,9 @@ from forebay.store.wire.messages import (
 MAX_COMMIT_LEASE_S = 30.0
 
 
-def register_prefetch(state: State, now: float, holder: Holder, tenant: str, key: bytes, hint_s: float) -> tuple[PrefetchCode, int]:
+def register_prefetch(
+    state: State, now: float, holder: Holder, tenant: str, key: bytes, hint_s: float
+) -> tuple[PrefetchCode, int]:
     """May ``holder`` promote ``key``? The code and the task's number (0 unless OK). Checked in the order of DESIGN 5."""
     owner = state.tenants.get(tenant)
     if not state.config.ssd_prefetch or not holder.usable:
@@ -32,7 +44,9 @@ def register_prefetch(state: State, now: float, holder: Holder, tenant: str, key
     in_flight = owner is not None and key in owner.pending
     if known is None and not in_flight:
         settled = state.absent_code(now) is Status.NOT_FOUND
-        return (PrefetchCode.OBJECT_NOT_FOUND if settled else PrefetchCode.UNAVAILABLE_IN_CURRENT_STATUS), 0
+        return (
+            PrefetchCode.OBJECT_NOT_FOUND if settled else PrefetchCode.UNAVAILABLE_IN_CURRENT_STATUS
+        ), 0
     if known is None or in_flight:
         return PrefetchCode.REPLICA_IS_NOT_READY, 0
     if known.memory or known.task is not None:
@@ -46,18 +60,28 @@ def register_prefetch(state: State, now: float, holder: Holder, tenant: str, key
     return PrefetchCode.OK, _create(state, now, known, holder, Trigger.PREFETCH, hint_s).number
 
 
-def register_many(state: State, now: float, holder: Holder, message: RegisterPrefetch) -> Prefetchable:
-    answers = [register_prefetch(state, now, holder, message.tenant, key, message.hint_s) for key in message.keys]
+def register_many(
+    state: State, now: float, holder: Holder, message: RegisterPrefetch
+) -> Prefetchable:
+    answers = [
+        register_prefetch(state, now, holder, message.tenant, key, message.hint_s)
+        for key in message.keys
+    ]
     for code, _ in answers:
         state.count(f"prefetch_{code.name.lower()}")
-    return Prefetchable(message.call, bytes(code for code, _ in answers), [task for _, task in answers])
+    return Prefetchable(
+        message.call, bytes(code for code, _ in answers), [task for _, task in answers]
+    )
 
 
 def on_hit(state: State, now: float, object: Object) -> None:
     """A get found ``object`` on SSD only: promote it if it is asked for often enough and there is room without evicting."""
     if not state.config.promotion_on_hit:
         return
-    popular = state.sketch.add(object.tenant.name.encode() + b"\0" + object.key) >= state.config.hit_threshold
+    popular = (
+        state.sketch.add(object.tenant.name.encode() + b"\0" + object.key)
+        >= state.config.hit_threshold
+    )
     holder = next((copy.holder for copy in object.ssd if copy.holder.usable), None)
     if not popular or holder is None or object.memory or object.task is not None:
         return
@@ -74,7 +98,10 @@ def on_hit(state: State, now: float, object: Object) -> None:
 
 
 def alloc_start(state: State, now: float, holder: Holder, message: AllocStart) -> Allocated:
-    return Allocated(message.call, [_allot(state, now, holder, state.tasks.get(number)) for number in message.tasks])
+    return Allocated(
+        message.call,
+        [_allot(state, now, holder, state.tasks.get(number)) for number in message.tasks],
+    )
 
 
 def done(state: State, now: float, holder: Holder, message: PromotionDone) -> None:
@@ -121,8 +148,12 @@ def holder_lost(state: State, holder: Holder) -> None:
         fail(state, task)
 
 
-def _create(state: State, now: float, object: Object, holder: Holder, trigger: Trigger, hint_s: float) -> Task:
-    task = Task(state.new_number(), object, holder, trigger, now + state.config.task_timeout_s, hint_s)
+def _create(
+    state: State, now: float, object: Object, holder: Holder, trigger: Trigger, hint_s: float
+) -> Task:
+    task = Task(
+        state.new_number(), object, holder, trigger, now + state.config.task_timeout_s, hint_s
+    )
     state.tasks[task.number] = task
     object.task = task
     return task
@@ -136,7 +167,10 @@ def _close(state: State, task: Task) -> None:
 def _within_quota(object: Object) -> bool:
     """Whether its tenant may have it in DRAM too. Nothing of the tenant goes for it: a promotion is a convenience, unlike a put."""
     tenant = object.tenant
-    return tenant.quota is None or tenant.memory_bytes + footprint(object.length, HEADER_BYTES) <= tenant.quota
+    return (
+        tenant.quota is None
+        or tenant.memory_bytes + footprint(object.length, HEADER_BYTES) <= tenant.quota
+    )
 
 
 def _allot(state: State, now: float, holder: Holder, task: Task | None) -> Allotment:

@@ -41,11 +41,17 @@ from forebay.store.wire.messages import (
     Room,
 )
 
-OK, EXISTS, NOT_FOUND = Status.OK, Status.EXISTS, Status.NOT_FOUND  # an enum's member is slow to look up
+OK, EXISTS, NOT_FOUND = (
+    Status.OK,
+    Status.EXISTS,
+    Status.NOT_FOUND,
+)  # an enum's member is slow to look up
 ALLOCATE, COMMIT = Cause.ALLOCATE, Cause.COMMIT
 TOKEN_BYTES = 8
 MAX_RETRIES_A_STEP = 256
-MAX_WAITING_KEYS = 1 << 17  # of all waiting puts: they are kept meanwhile, and whoever asks chooses how long they are
+MAX_WAITING_KEYS = (
+    1 << 17
+)  # of all waiting puts: they are kept meanwhile, and whoever asks chooses how long they are
 PUT_LIFE_S = 60.0  # and a second more for each of these:
 PUT_BYTES_PER_S = 1 << 20
 CHECKED_EVERY_S = 1.0
@@ -53,7 +59,9 @@ MUST_EVICT = 1 << 62  # of an urgency: more than any holder has under way
 _PLACE = struct.Struct("<QQQI")
 
 
-def room_token(token_key: bytes, tenant: str, key: bytes, generation: int, offset: int, length: int) -> bytes:
+def room_token(
+    token_key: bytes, tenant: str, key: bytes, generation: int, offset: int, length: int
+) -> bytes:
     """Proves to a holder that its master gave this room to this tenant for this key."""
     name = tenant.encode()
     signed = _PLACE.pack(generation, offset, length, len(name)) + name + key
@@ -61,7 +69,9 @@ def room_token(token_key: bytes, tenant: str, key: bytes, generation: int, offse
 
 
 def start(state: State, now: float, session: int, message: PutStart) -> None:
-    request = Waiting(session, message.call, message.keys, message.lengths, now + state.config.put_wait_s)
+    request = Waiting(
+        session, message.call, message.keys, message.lengths, now + state.config.put_wait_s
+    )
     if try_answer(state, now, request, final=False):
         return
     too_many_keys = state.waiting_keys + len(message.keys) > MAX_WAITING_KEYS
@@ -75,8 +85,13 @@ def start(state: State, now: float, session: int, message: PutStart) -> None:
 
 def try_answer(state: State, now: float, request: Waiting, *, final: bool) -> bool:
     """Grant what can be granted; True if an answer was sent. ``final``: no more waiting, AGAIN becomes an error."""
-    writer = _writer(state, request.session, now + PUT_LIFE_S + sum(request.lengths) / PUT_BYTES_PER_S)
-    grants = [_grant(state, now, writer, key, length) for key, length in zip(request.keys, request.lengths, strict=True)]
+    writer = _writer(
+        state, request.session, now + PUT_LIFE_S + sum(request.lengths) / PUT_BYTES_PER_S
+    )
+    grants = [
+        _grant(state, now, writer, key, length)
+        for key, length in zip(request.keys, request.lengths, strict=True)
+    ]
     if not final and grants and all(grant.code == AGAIN for grant in grants):
         return False
     if final:
@@ -91,7 +106,9 @@ def retry_waiting(state: State, now: float) -> None:
     """Room may have appeared, or time run out: oldest first, and not too many in one step."""
     for _ in range(min(len(state.waiting), MAX_RETRIES_A_STEP)):
         request = state.waiting.popleft()
-        if request.session in state.sessions and not try_answer(state, now, request, final=now >= request.deadline):
+        if request.session in state.sessions and not try_answer(
+            state, now, request, final=now >= request.deadline
+        ):
             state.waiting.append(request)
         else:
             state.waiting_keys -= len(request.keys)
@@ -99,7 +116,9 @@ def retry_waiting(state: State, now: float) -> None:
 
 def end(state: State, now: float, session: int, message: PutEnd) -> None:
     owner, digger, codes = state.sessions[session], Digger(state), bytearray()
-    for key, generation, written in zip(message.keys, message.generations, message.written, strict=True):
+    for key, generation, written in zip(
+        message.keys, message.generations, message.written, strict=True
+    ):
         put = owner.puts.pop((key, generation), None)
         codes.append(NOT_FOUND if put is None else _commit(state, now, put, written, digger))
     digger.send(session, message.call, bytes(codes))
@@ -207,13 +226,17 @@ def _grant(state: State, now: float, writer: _Writer, key: bytes, length: int) -
     need = footprint(length, HEADER_BYTES)
     if need > writer.largest:
         return Grant(Status.NO_SPACE)
-    if tenant.quota is not None and not _within_quota(state, now, tenant, need * min(state.config.replicas, len(holders))):
+    if tenant.quota is not None and not _within_quota(
+        state, now, tenant, need * min(state.config.replicas, len(holders))
+    ):
         return Grant(Status.QUOTA_EXCEEDED)
     places = _choose(state, now, need, holders)
     return _open(state, writer, key, length, places) if places else Grant(AGAIN)
 
 
-def _open(state: State, writer: _Writer, key: bytes, length: int, places: list[tuple[Holder, int]]) -> Grant:
+def _open(
+    state: State, writer: _Writer, key: bytes, length: int, places: list[tuple[Holder, int]]
+) -> Grant:
     tenant, generation = writer.owner.tenant, state.new_generation()
     object = Object(tenant, key, generation, length)
     rooms, replicas = [], []
@@ -223,7 +246,13 @@ def _open(state: State, writer: _Writer, key: bytes, length: int, places: list[t
         space.take_note(replica)
         holder.in_flight_bytes += replica.size
         replicas.append(replica)
-        rooms.append(Room(holder.number, offset, room_token(holder.token_key, tenant.name, key, generation, offset, length)))
+        rooms.append(
+            Room(
+                holder.number,
+                offset,
+                room_token(holder.token_key, tenant.name, key, generation, offset, length),
+            )
+        )
     object.memory = tuple(replicas)
     put = Put(object, writer.session, writer.deadline)
     tenant.pending[key] = put
@@ -254,7 +283,11 @@ def _in_turn(state: State, holders: list[Holder]) -> list[Holder]:
     def urgency(holder: Holder) -> int:
         extents = holder.extents
         capacity, under_way = extents.capacity, holder.in_flight_bytes >> 26  # / 64 MiB
-        return under_way if capacity - extents.free_bytes <= high * capacity else MUST_EVICT + under_way
+        return (
+            under_way
+            if capacity - extents.free_bytes <= high * capacity
+            else MUST_EVICT + under_way
+        )
 
     return sorted(holders[first:] + holders[:first], key=urgency)
 
@@ -278,12 +311,18 @@ def _within_quota(state: State, now: float, tenant: Tenant, need: int) -> bool:
 
 def _commit(state: State, now: float, put: Put, written: tuple[int, ...], digger: Digger) -> Status:
     object, tenant = put.object, put.object.tenant
-    good = tuple([replica for replica in object.memory if replica.holder.number in written]) if written else object.memory
+    good = (
+        tuple([replica for replica in object.memory if replica.holder.number in written])
+        if written
+        else object.memory
+    )
     if not any([replica.holder.usable for replica in good]):
         discard(state, put)
         return Status.UNAVAILABLE
     if written:
-        _bury_put(put, [holder for holder in _receivers(put) if holder.number not in written], digger)
+        _bury_put(
+            put, [holder for holder in _receivers(put) if holder.number not in written], digger
+        )
         for replica in object.memory:
             if replica not in good:
                 drop_unwritten(state, replica)

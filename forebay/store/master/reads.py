@@ -23,7 +23,10 @@ from forebay.store.wire.messages import (
 
 MAX_LIST = 10_000
 MAX_TENANTS_TOLD = 1000
-_GOT_BYTES = {Tier.MEMORY: "got_memory_bytes", Tier.SSD: "got_ssd_bytes"}  # of objects, by where a get was sent
+_GOT_BYTES = {
+    Tier.MEMORY: "got_memory_bytes",
+    Tier.SSD: "got_ssd_bytes",
+}  # of objects, by where a get was sent
 
 
 def exists(state: State, now: float, tenant: Tenant, call: int, keys: list[bytes]) -> Codes:
@@ -76,15 +79,25 @@ def get(state: State, now: float, tenant: Tenant, call: int, keys: list[bytes]) 
 
 def list_keys(tenant: Tenant, call: int, prefix: bytes, after: bytes, limit: int) -> KeyPage:
     """O(objects of the tenant): for people, not for a hot path."""
-    wanted = (key for key, found in tenant.objects.items() if key > after and key.startswith(prefix) and found.readable())
-    return KeyPage(call, [(key, tenant.objects[key].length) for key in nsmallest(min(limit, MAX_LIST), wanted)])
+    wanted = (
+        key
+        for key, found in tenant.objects.items()
+        if key > after and key.startswith(prefix) and found.readable()
+    )
+    return KeyPage(
+        call, [(key, tenant.objects[key].length) for key in nsmallest(min(limit, MAX_LIST), wanted)]
+    )
 
 
 def holders(state: State, call: int) -> HolderTable:
     """All that are there, and of the others as many as a message may have."""
     absent = [number for number, holder in state.holders.items() if not holder.present]
     untold = set(absent[MAX_PEERS:])
-    return HolderTable(call, state.epoch, [_entry(holder) for number, holder in state.holders.items() if number not in untold])
+    return HolderTable(
+        call,
+        state.epoch,
+        [_entry(holder) for number, holder in state.holders.items() if number not in untold],
+    )
 
 
 def stats(state: State, call: int) -> StoreStats:
@@ -108,16 +121,22 @@ def stats(state: State, call: int) -> StoreStats:
 
 def _largest(state: State) -> list[Tenant]:
     """As many as a message may have."""
-    return nlargest(MAX_TENANTS_TOLD, state.tenants.values(), key=lambda tenant: tenant.memory_bytes)
+    return nlargest(
+        MAX_TENANTS_TOLD, state.tenants.values(), key=lambda tenant: tenant.memory_bytes
+    )
 
 
 def _place(state: State, now: float, found: Object | None) -> Place:
     if found is None:
         return Place(int(state.absent_code(now)))
     spots = [
-        Spot(replica.holder.number, Tier.MEMORY, replica.offset, replica.stamp) for replica in found.memory if replica.holder.usable
+        Spot(replica.holder.number, Tier.MEMORY, replica.offset, replica.stamp)
+        for replica in found.memory
+        if replica.holder.usable
     ]
-    spots += [Spot(replica.holder.number, Tier.SSD) for replica in found.ssd if replica.holder.usable]
+    spots += [
+        Spot(replica.holder.number, Tier.SSD) for replica in found.ssd if replica.holder.usable
+    ]
     if not spots:
         return Place(Status.UNAVAILABLE)
     return Place(Status.OK, found.length, found.generation, tuple(spots))

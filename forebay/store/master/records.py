@@ -59,7 +59,19 @@ class Kind(IntEnum):
 class MemoryReplica:
     """One copy in a holder's segment, at ``offset``; its header carries ``stamp``. In ``lane`` exactly while COMPLETE."""
 
-    __slots__ = ("after", "before", "holder", "lane", "object", "offset", "round", "size", "stamp", "state", "tick")
+    __slots__ = (
+        "after",
+        "before",
+        "holder",
+        "lane",
+        "object",
+        "offset",
+        "round",
+        "size",
+        "stamp",
+        "state",
+        "tick",
+    )
 
     def __init__(self, object: "Object", holder: "Holder", offset: int, stamp: int) -> None:
         self.object = object
@@ -90,7 +102,17 @@ class Object:
     """What one key holds. ``task``: the promotion that pins its SSD source. ``unheard``: holders that lost its memory replica and
     may have logged it before, though they have not said so: a removal must reach them too."""
 
-    __slots__ = ("generation", "key", "lease_until", "length", "memory", "ssd", "task", "tenant", "unheard")
+    __slots__ = (
+        "generation",
+        "key",
+        "lease_until",
+        "length",
+        "memory",
+        "ssd",
+        "task",
+        "tenant",
+        "unheard",
+    )
 
     def __init__(self, tenant: "Tenant", key: bytes, generation: int, length: int) -> None:
         self.tenant = tenant
@@ -116,7 +138,11 @@ class Object:
 
     def unhear(self, holder: "Holder") -> None:
         """Its memory replica at ``holder`` goes; whether the log there has it is not known unless it is in ``ssd``."""
-        if holder.has_log and holder not in self.unheard and not any([copy.holder is holder for copy in self.ssd]):
+        if (
+            holder.has_log
+            and holder not in self.unheard
+            and not any([copy.holder is holder for copy in self.ssd])
+        ):
             self.unheard = (*self.unheard, holder)
 
     def heard(self, holder: "Holder") -> None:
@@ -295,7 +321,15 @@ class Task:
 
     __slots__ = ("deadline", "hint_s", "holder", "number", "object", "replica", "trigger")
 
-    def __init__(self, number: int, object: Object, holder: Holder, trigger: Trigger, deadline: float, hint_s: float) -> None:
+    def __init__(
+        self,
+        number: int,
+        object: Object,
+        holder: Holder,
+        trigger: Trigger,
+        deadline: float,
+        hint_s: float,
+    ) -> None:
         self.number = number
         self.object = object
         self.holder = holder
@@ -374,8 +408,12 @@ class State:
     waiting_keys: int = 0  # of all of them
     burials: dict[int, Burial] = field(default_factory=dict)
     buries: dict[int, int] = field(default_factory=dict)  # number of a Bury under way -> its burial
-    graves: dict[str, dict[tuple[str, bytes], tuple[Grave, ...]]] = field(default_factory=dict)  # absent holder -> what it must hear
-    unheard: dict[str, None] = field(default_factory=dict)  # holders that exist and never told this master all they have
+    graves: dict[str, dict[tuple[str, bytes], tuple[Grave, ...]]] = field(
+        default_factory=dict
+    )  # absent holder -> what it must hear
+    unheard: dict[str, None] = field(
+        default_factory=dict
+    )  # holders that exist and never told this master all they have
     tasks: dict[int, Task] = field(default_factory=dict)
     sketch: CountMinSketch = field(default_factory=CountMinSketch)
     counters: dict[str, int] = field(default_factory=dict)

@@ -12,7 +12,15 @@ from collections.abc import Callable, Sequence
 
 from forebay.store.address import Address
 from forebay.store.master import claims
-from forebay.store.master.machine import Connected, Disconnected, Event, FromClient, FromHolder, Master, Ticked
+from forebay.store.master.machine import (
+    Connected,
+    Disconnected,
+    Event,
+    FromClient,
+    FromHolder,
+    Master,
+    Ticked,
+)
 from forebay.store.master.records import Close, Effect, MasterConfig, Send
 from forebay.store.wire import auth
 from forebay.store.wire.connection import Connection, watch
@@ -34,7 +42,11 @@ class MasterServer:
     """``await start()``, then it serves until ``await stop()``. ``address`` has the real port after the start."""
 
     def __init__(
-        self, config: MasterConfig, listen: Address, secrets: auth.Secrets | None = None, tls: ssl.SSLContext | None = None
+        self,
+        config: MasterConfig,
+        listen: Address,
+        secrets: auth.Secrets | None = None,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
         self.address = listen
         self._secrets = secrets or auth.Secrets()
@@ -54,9 +66,14 @@ class MasterServer:
 
     async def start(self) -> None:
         """Raises ``OSError`` if the address cannot be listened on."""
-        self._listener = await Listener.open(self.address, self._accept, self._connections, self._tls)
+        self._listener = await Listener.open(
+            self.address, self._accept, self._connections, self._tls
+        )
         self.address = Address(self.address.host, self._listener.port)
-        self._tasks = [asyncio.create_task(self._tick()), asyncio.create_task(watch(self._connections))]
+        self._tasks = [
+            asyncio.create_task(self._tick()),
+            asyncio.create_task(watch(self._connections)),
+        ]
 
     async def stop(self) -> None:
         for task in self._tasks:
@@ -100,7 +117,9 @@ class MasterServer:
         self._step(Connected(connection.number, hello.tenant))
         return auth.welcome(given, hello, self._secrets, self.machine.state.epoch)
 
-    def frame(self, connection: Connection, body: memoryview, prefix: Prefix) -> Sequence[memoryview]:
+    def frame(
+        self, connection: Connection, body: memoryview, prefix: Prefix
+    ) -> Sequence[memoryview]:
         assert connection.peer is not None
         if prefix.payload_bytes:
             raise FrameError("a master takes no payload")
@@ -137,7 +156,9 @@ class MasterServer:
             else:
                 connection.send(encode(effect.message))
 
-    def _tell_witness(self, name: str, instance: str, witness: Witness, effects: Sequence[Effect]) -> None:
+    def _tell_witness(
+        self, name: str, instance: str, witness: Witness, effects: Sequence[Effect]
+    ) -> None:
         holder = self.machine.state.by_name.get(name)
         if holder is None or holder.register.instance != instance:
             witness(False, 0, ())
@@ -145,7 +166,9 @@ class MasterServer:
         told = [
             (effect.message.op, effect.message.graves)
             for effect in effects
-            if isinstance(effect, Send) and effect.session == holder.session and isinstance(effect.message, Bury)
+            if isinstance(effect, Send)
+            and effect.session == holder.session
+            and isinstance(effect.message, Bury)
         ]
         witness(holder.usable, holder.session, told)
 

@@ -25,7 +25,9 @@ class CountMinSketch:
     def add(self, key: bytes) -> int:
         """Count one more of ``key``; the new estimate, at most 255."""
         low = 255
-        for row, word in zip(self._rows, _WORDS.unpack(blake2b(key, digest_size=16).digest()), strict=True):
+        for row, word in zip(
+            self._rows, _WORDS.unpack(blake2b(key, digest_size=16).digest()), strict=True
+        ):
             place = word & self._mask
             count = min(255, row[place] + 1)
             row[place] = count

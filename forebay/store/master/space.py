@@ -12,7 +12,11 @@ from forebay.store.master.records import Holder, Kind, Lane, MemoryReplica, Obje
 from forebay.store.master.transitions import Cause, ReplicaState, move
 from forebay.store.wire.messages import MAX_ENTRIES, Retire
 
-VOLATILE, GONE, RETIRE = Kind.VOLATILE, ReplicaState.GONE, Cause.RETIRE  # an enum's member is slow to look up
+VOLATILE, GONE, RETIRE = (
+    Kind.VOLATILE,
+    ReplicaState.GONE,
+    Cause.RETIRE,
+)  # an enum's member is slow to look up
 MAX_PASSED_OVER = 256  # leased objects skipped per lane and eviction before it is called full
 EVICTED = (Kind.PREFETCHED, Kind.DURABLE)
 EVICTED_WITHOUT_LOG = (*EVICTED, Kind.VOLATILE)
@@ -69,7 +73,9 @@ def drop_memory(state: State, replica: MemoryReplica, lease_until: float, now: f
     """Take a COMPLETE replica from its object, and free its range now or when ``lease_until`` has passed."""
     object, holder = replica.object, replica.holder
     memory, lane = object.memory, replica.lane
-    object.memory = () if memory == (replica,) else tuple([other for other in memory if other is not replica])
+    object.memory = (
+        () if memory == (replica,) else tuple([other for other in memory if other is not replica])
+    )
     object.unhear(holder)
     assert lane is not None
     lane.remove(replica)
@@ -93,7 +99,12 @@ def free(state: State, replica: MemoryReplica) -> None:
 def _retire(state: State, session: int, header: tuple[int, int]) -> None:
     """One message for all that goes in a row, as it does when a watermark is reached."""
     last = state.out[-1] if state.out else None
-    if type(last) is Send and last.session == session and type(last.message) is Retire and len(last.message.ranges) < MAX_ENTRIES:
+    if (
+        type(last) is Send
+        and last.session == session
+        and type(last.message) is Retire
+        and len(last.message.ranges) < MAX_ENTRIES
+    ):
         last.message.ranges.append(header)
     else:
         state.send(session, Retire([header]))
@@ -193,7 +204,9 @@ def _first_evictable(now: float, lane: Lane) -> MemoryReplica | None:
         if replica is None:
             return None
         object = replica.object
-        expendable = kind is VOLATILE or not object.ssd or object.durable()  # not while its log is away
+        expendable = (
+            kind is VOLATILE or not object.ssd or object.durable()
+        )  # not while its log is away
         if expendable and object.lease_until <= now:
             return replica
         replica = replica.after
@@ -201,7 +214,11 @@ def _first_evictable(now: float, lane: Lane) -> MemoryReplica | None:
 
 
 def _promoting_bytes(state: State, holder: Holder) -> int:
-    return sum(task.replica.size for task in state.tasks.values() if task.replica is not None and task.holder is holder)
+    return sum(
+        task.replica.size
+        for task in state.tasks.values()
+        if task.replica is not None and task.holder is holder
+    )
 
 
 def _insert_by_tick(lane: Lane, replica: MemoryReplica, tick: int) -> None:
@@ -242,4 +259,8 @@ def unlisted(holder: Holder, state: State) -> Iterator[MemoryReplica]:
     for tenant in state.tenants.values():
         for put in tenant.pending.values():
             yield from (replica for replica in put.object.memory if replica.holder is holder)
-    yield from (task.replica for task in state.tasks.values() if task.replica is not None and task.holder is holder)
+    yield from (
+        task.replica
+        for task in state.tasks.values()
+        if task.replica is not None and task.holder is holder
+    )

@@ -38,7 +38,10 @@ TABLE: dict[tuple[ReplicaState, Cause], ReplicaState] = {
     (S.NONE, C.ALLOCATE): S.WRITING,
     (S.NONE, C.PROMOTE): S.PROMOTING,
     (S.NONE, C.ADOPT): S.COMPLETE,
-    (S.NONE, C.DRAIN): S.DRAINING,  # found in an inventory though it is removed: a lease of the last epoch may still read it
+    (
+        S.NONE,
+        C.DRAIN,
+    ): S.DRAINING,  # found in an inventory though it is removed: a lease of the last epoch may still read it
     (S.WRITING, C.COMMIT): S.COMPLETE,
     (S.PROMOTING, C.COMMIT): S.COMPLETE,
     (S.WRITING, C.REVOKE): S.GONE,
@@ -54,7 +57,8 @@ TABLE: dict[tuple[ReplicaState, Cause], ReplicaState] = {
 
 
 _AFTER = {  # by cause, then state: a put takes two steps, so it should cost no tuple
-    cause: {before: after for (before, by), after in TABLE.items() if by is cause} for cause in Cause
+    cause: {before: after for (before, by), after in TABLE.items() if by is cause}
+    for cause in Cause
 }
 
 

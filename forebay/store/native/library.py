@@ -16,7 +16,9 @@ from forebay.store.crc import crc32c
 
 Bytes = npt.NDArray[np.uint8]
 SOURCES = Sources(Path(__file__).parent, ("bytes.c", "copying.h"))
-STREAM_FROM_BYTES = 8 << 20  # what is larger does not stay in caches anyway, and would push out what does
+STREAM_FROM_BYTES = (
+    8 << 20
+)  # what is larger does not stay in caches anyway, and would push out what does
 _SLICE = struct.Struct("<qQqqQ")
 
 
@@ -43,7 +45,15 @@ def exchange() -> Any:
     library = _library()
     if library is None:
         return None
-    library.forebay_exchange.argtypes = [c_int, c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int64]
+    library.forebay_exchange.argtypes = [
+        c_int,
+        c_void_p,
+        c_int64,
+        c_void_p,
+        c_int64,
+        c_void_p,
+        c_int64,
+    ]
     library.forebay_exchange.restype = c_int64
     return library.forebay_exchange
 
@@ -91,7 +101,10 @@ def copy_slices(segment: int, capacity: int, slices: Sequence[Slice]) -> list[bo
     if copy_out is None:
         return None
     try:
-        packed = b"".join(_SLICE.pack(offset, stamp, start, len(target), address_of(target)) for offset, stamp, start, target in slices)
+        packed = b"".join(
+            _SLICE.pack(offset, stamp, start, len(target), address_of(target))
+            for offset, stamp, start, target in slices
+        )
     except struct.error:  # numbers that no holder gives
         return None
     good = bytearray(len(slices))

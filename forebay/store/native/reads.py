@@ -42,9 +42,15 @@ def _library() -> Any:
     library.forebay_reads_open.argtypes, library.forebay_reads_open.restype = [c_void_p], c_int64
     library.forebay_reads_close.argtypes, library.forebay_reads_close.restype = [c_uint64], None
     library.forebay_read_begin.argtypes, library.forebay_read_begin.restype = [c_void_p], None
-    library.forebay_read_end.argtypes, library.forebay_read_end.restype = [c_void_p, c_int64], c_int64
+    library.forebay_read_end.argtypes, library.forebay_read_end.restype = (
+        [c_void_p, c_int64],
+        c_int64,
+    )
     asking = library.forebay_read_asking
-    asking.argtypes, asking.restype = [c_void_p, c_int, c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int64], c_int64
+    asking.argtypes, asking.restype = (
+        [c_void_p, c_int, c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int64],
+        c_int64,
+    )
     locked = library.forebay_read_locked
     locked.argtypes, locked.restype = [c_void_p, c_int, c_int64, c_int64, c_int64], c_int64
     return library
@@ -74,7 +80,9 @@ class OneRead:
     def under_way(self) -> bool:
         return bool(self._read.state == _UNDER_WAY)
 
-    def prepare(self, fd: int, at: int, count: int, copy_to: int = 0, skip: int = 0, copied: int = 0) -> bool:
+    def prepare(
+        self, fd: int, at: int, count: int, copy_to: int = 0, skip: int = 0, copied: int = 0
+    ) -> bool:
         """Of file ``fd``, ``count`` bytes from ``at`` on. ``copied`` of them, from ``skip`` on, also go to address ``copy_to`` if they
         come while ``ask`` or ``while_locked`` waits. False: the read before it never ended."""
         assert 0 < count <= self._size and skip + copied <= count
@@ -94,7 +102,11 @@ class OneRead:
         """Begin, and what `library.exchange` does. None: it was begun already, and nothing was done."""
         if self._read.state != _PREPARED:
             return None
-        return int(self._call.forebay_read_asking(self._address, socket, frame, len(frame), into, room, sent, POLL_NS))
+        return int(
+            self._call.forebay_read_asking(
+                self._address, socket, frame, len(frame), into, room, sent, POLL_NS
+            )
+        )
 
     def while_locked(self, lock: int, mark: int, deadline: float) -> int | None:
         """Begin, and what ``end`` does; None also, and at once, if byte ``mark`` of file ``lock`` is not locked by somebody else."""

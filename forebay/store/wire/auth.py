@@ -54,14 +54,20 @@ class Secrets:
         """A file of lines ``TENANT SECRET``; ``@holder SECRET`` is what holders prove themselves with. A single line with a secret
         alone serves the tenant ``default`` and holders both. Raises ``SecretFileError``."""
         try:
-            lines = [line.split() for line in path.read_text().splitlines() if line.strip() and not line.startswith("#")]
+            lines = [
+                line.split()
+                for line in path.read_text().splitlines()
+                if line.strip() and not line.startswith("#")
+            ]
         except (OSError, UnicodeDecodeError) as error:
             raise SecretFileError(f"secret file {path}: {error}") from error
         if len(lines) == 1 and len(lines[0]) == 1:
             secret = lines[0][0].encode()
             return cls({DEFAULT_TENANT: secret, HOLDER_TENANT: secret})
         if not lines or any(len(line) != 2 or len(line[0]) > MAX_TENANT_CHARS for line in lines):
-            raise SecretFileError(f"secret file {path}: every line is 'TENANT SECRET', or the whole file one secret")
+            raise SecretFileError(
+                f"secret file {path}: every line is 'TENANT SECRET', or the whole file one secret"
+            )
         return cls({name: secret.encode() for name, secret in lines})
 
 
@@ -81,13 +87,19 @@ def verify_hello(given: Challenge, answer: Hello, known: Secrets) -> None:
     if (answer.tenant == HOLDER_TENANT) != (answer.role is Role.HOLDER):
         raise AuthError("this tenant cannot have this role")
     if known:
-        wanted = _peer_mac(known.of(answer.tenant), given.nonce, answer.nonce, answer.role, answer.tenant)
+        wanted = _peer_mac(
+            known.of(answer.tenant), given.nonce, answer.nonce, answer.role, answer.tenant
+        )
         if not hmac.compare_digest(wanted, answer.mac):
             raise AuthError("wrong tenant or secret")
 
 
-def welcome(given: Challenge, answer: Hello, known: Secrets, epoch: int, segment_bytes: int = 0) -> Welcome:
-    return Welcome(_server_mac(known.of(answer.tenant), given.nonce, answer.nonce), epoch, segment_bytes)
+def welcome(
+    given: Challenge, answer: Hello, known: Secrets, epoch: int, segment_bytes: int = 0
+) -> Welcome:
+    return Welcome(
+        _server_mac(known.of(answer.tenant), given.nonce, answer.nonce), epoch, segment_bytes
+    )
 
 
 def verify_welcome(given: Challenge, sent: Hello, answer: Welcome, secret: bytes) -> None:

@@ -34,7 +34,9 @@ FRAME_BYTES_PER_S = 1 << 20
 STALLED_S = 30.0
 LINGER_S = 5.0  # for the last word to a peer
 WRITE_HIGH_BYTES = 8 << 20
-TLS_PIECE_BYTES = 256 << 10  # encrypted at a time: the peer decrypts one while we encrypt the next, and it is in the caches
+TLS_PIECE_BYTES = (
+    256 << 10
+)  # encrypted at a time: the peer decrypts one while we encrypt the next, and it is in the caches
 TLS_HIGH_BYTES = 512 << 10
 
 
@@ -45,7 +47,9 @@ class Handler(Protocol):
         """Raises ``AuthError`` to refuse."""
         ...
 
-    def frame(self, connection: "Connection", body: memoryview, prefix: Prefix) -> Sequence[memoryview]:
+    def frame(
+        self, connection: "Connection", body: memoryview, prefix: Prefix
+    ) -> Sequence[memoryview]:
         """A whole body (valid during the call). Returns where its payload goes, in order, as long as ``prefix.payload_bytes``
         together. Raises ``FrameError``."""
         ...
@@ -63,7 +67,13 @@ class Connection(asyncio.BufferedProtocol):
     """One peer. ``state`` belongs to the handler. ``peer`` is None until the opening is done. ``over``: it has ended, or never
     began."""
 
-    def __init__(self, handler: Handler, number: int, registry: dict[int, "Connection"], opened: Hello | None = None) -> None:
+    def __init__(
+        self,
+        handler: Handler,
+        number: int,
+        registry: dict[int, "Connection"],
+        opened: Hello | None = None,
+    ) -> None:
         self.number = number
         self.peer = opened
         self.state: object = None
@@ -216,7 +226,11 @@ class Connection(asyncio.BufferedProtocol):
         """Why this peer has had its time, or ""."""
         if self._deadline and now > self._deadline:
             return ("the opening" if self.peer is None else "a frame") + " took too long"
-        if (self._targets or self._body is not None) and not self._stalled_since and now - self._heard > FRAME_S:
+        if (
+            (self._targets or self._body is not None)
+            and not self._stalled_since
+            and now - self._heard > FRAME_S
+        ):
             return "a frame stood still"
         if self._stalled_since and now - self._stalled_since > STALLED_S:
             return "answers are not read"
@@ -241,7 +255,11 @@ class Connection(asyncio.BufferedProtocol):
                 self._dispatch(self._view[begin:at], prefix)
                 at += self._feed_targets(at)
             elif PREFIX.size + prefix.body_bytes > SCRATCH_BYTES:
-                self._body, self._body_prefix, self._body_filled = memoryview(bytearray(prefix.body_bytes)), prefix, have
+                self._body, self._body_prefix, self._body_filled = (
+                    memoryview(bytearray(prefix.body_bytes)),
+                    prefix,
+                    have,
+                )
                 self._body[:have] = self._view[begin : self._filled]
                 at = self._filled
                 self._allow(prefix.body_bytes + prefix.payload_bytes)

@@ -53,18 +53,25 @@ class Prefix(msgspec.Struct, frozen=True, gc=False):
 def encode(message: Message, payload_bytes: int = 0, *, optional: bool = False) -> bytes:
     """Prefix and body of one frame; the caller sends the payload right behind it."""
     body = _encoder.encode(message)
-    return PREFIX.pack(PROTOCOL_VERSION, OPTIONAL if optional else 0, 0, len(body), payload_bytes) + body
+    return (
+        PREFIX.pack(PROTOCOL_VERSION, OPTIONAL if optional else 0, 0, len(body), payload_bytes)
+        + body
+    )
 
 
 def read_prefix(data: Buffer, offset: int = 0, *, max_body: int = MAX_BODY_BYTES) -> Prefix:
     """Raises ``FrameError`` unless the 16 bytes at ``offset`` are a prefix within its limits."""
     version, flags, zero, body_bytes, payload_bytes = PREFIX.unpack_from(data, offset)
     if version != PROTOCOL_VERSION or zero:
-        raise FrameError(f"frame of protocol version {version}; this side speaks {PROTOCOL_VERSION}")
+        raise FrameError(
+            f"frame of protocol version {version}; this side speaks {PROTOCOL_VERSION}"
+        )
     if not 0 < body_bytes <= max_body:
         raise FrameError(f"frame body of {body_bytes} bytes; 1 to {max_body} are allowed")
     if payload_bytes > MAX_PAYLOAD_BYTES:
-        raise FrameError(f"payload of {payload_bytes} bytes; at most {MAX_PAYLOAD_BYTES} are allowed")
+        raise FrameError(
+            f"payload of {payload_bytes} bytes; at most {MAX_PAYLOAD_BYTES} are allowed"
+        )
     return Prefix(body_bytes, payload_bytes, bool(flags & OPTIONAL))
 
 
@@ -91,7 +98,9 @@ def _check_limits(message: object) -> None:
     if isinstance(message, MatchPrefix):
         check_keys(message.parts)
         if len(message.keys) * len(message.parts) > MAX_LOOKUPS:
-            raise FrameError(f"{len(message.keys)} keys of {len(message.parts)} parts; at most {MAX_LOOKUPS} together are allowed")
+            raise FrameError(
+                f"{len(message.keys)} keys of {len(message.parts)} parts; at most {MAX_LOOKUPS} together are allowed"
+            )
 
 
 def check_keys(keys: Sequence[object]) -> None:

@@ -26,7 +26,12 @@ MAX_STRANGERS = 512
 DESCRIPTORS_SHARE = 4  # of this process's descriptors at most one in so many is a stranger's
 ACCEPT_AGAIN_S = 0.1
 BACKLOG = 1024
-_VANISHED = ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3), (socket.TCP_USER_TIMEOUT, 30_000))
+_VANISHED = (
+    (socket.TCP_KEEPIDLE, 10),
+    (socket.TCP_KEEPINTVL, 5),
+    (socket.TCP_KEEPCNT, 3),
+    (socket.TCP_USER_TIMEOUT, 30_000),
+)
 
 
 class Listener:
@@ -34,27 +39,40 @@ class Listener:
     Used by the event loop's thread alone."""
 
     def __init__(
-        self, sockets: list[socket.socket], made: Callable[[], Connection], registry: dict[int, Connection], tls: ssl.SSLContext | None
+        self,
+        sockets: list[socket.socket],
+        made: Callable[[], Connection],
+        registry: dict[int, Connection],
+        tls: ssl.SSLContext | None,
     ) -> None:
         self.port: int = sockets[0].getsockname()[1]
         self._sockets = sockets
         self._made = made
         self._registry = registry
         self._tls = tls
-        self._strangers: deque[tuple[Connection, socket.socket]] = deque()  # oldest first; some have introduced themselves since
+        self._strangers: deque[tuple[Connection, socket.socket]] = (
+            deque()
+        )  # oldest first; some have introduced themselves since
         descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         limited = descriptors != resource.RLIM_INFINITY
-        self._max_strangers = min(MAX_STRANGERS, descriptors // DESCRIPTORS_SHARE) if limited else MAX_STRANGERS
+        self._max_strangers = (
+            min(MAX_STRANGERS, descriptors // DESCRIPTORS_SHARE) if limited else MAX_STRANGERS
+        )
         self._openings: set[asyncio.Task[None]] = set()
         self._accepting = [asyncio.create_task(self._accept(one)) for one in sockets]
 
     @staticmethod
     async def open(
-        address: Address, made: Callable[[], Connection], registry: dict[int, Connection], tls: ssl.SSLContext | None
+        address: Address,
+        made: Callable[[], Connection],
+        registry: dict[int, Connection],
+        tls: ssl.SSLContext | None,
     ) -> "Listener":
         """Raises ``OSError``."""
         loop = asyncio.get_running_loop()
-        found = await loop.getaddrinfo(address.host or None, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        found = await loop.getaddrinfo(
+            address.host or None, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
         sockets: list[socket.socket] = []
         try:
             for family, _, _, _, where in dict.fromkeys(found):
@@ -119,7 +137,11 @@ class Listener:
             for option, value in _VANISHED:
                 peer.setsockopt(socket.IPPROTO_TCP, option, value)
             await asyncio.get_running_loop().connect_accepted_socket(
-                lambda: connection, peer, ssl=self._tls, ssl_handshake_timeout=limit_s, ssl_shutdown_timeout=limit_s
+                lambda: connection,
+                peer,
+                ssl=self._tls,
+                ssl_handshake_timeout=limit_s,
+                ssl_shutdown_timeout=limit_s,
             )
         except (OSError, TimeoutError, asyncio.CancelledError) as error:
             peer.close()

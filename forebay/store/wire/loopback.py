@@ -8,7 +8,10 @@ import contextlib
 import socket
 from typing import Any, Protocol
 
-UNPACED = ("cubic", "reno")  # the first that this process may choose; reno is always among those it may
+UNPACED = (
+    "cubic",
+    "reno",
+)  # the first that this process may choose; reno is always among those it may
 
 
 class Connected(Protocol):

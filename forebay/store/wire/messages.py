@@ -34,10 +34,16 @@ Capacity = Annotated[int, msgspec.Meta(ge=0, le=MAX_CAPACITY)]
 Length = Annotated[int, msgspec.Meta(ge=0, le=MAX_OBJECT_BYTES)]
 Key = Annotated[bytes, msgspec.Meta(max_length=MAX_KEY_BYTES)]
 TenantName = Annotated[str, msgspec.Meta(max_length=MAX_TENANT_CHARS)]
-HolderName = Annotated[str, msgspec.Meta(pattern=r"^[!-~]{1,64}\Z")]  # stands on a line of its own in files of other holders
+HolderName = Annotated[
+    str, msgspec.Meta(pattern=r"^[!-~]{1,64}\Z")
+]  # stands on a line of its own in files of other holders
 MaybeHolder = Annotated[str, msgspec.Meta(pattern=r"^[!-~]{0,64}\Z")]
-Whereabouts = Annotated[str, msgspec.Meta(pattern=r"^[!-~]{0,255}\Z")]  # a host, an abstract socket, a machine
-Line = Annotated[str, msgspec.Meta(max_length=MAX_LINE_CHARS, pattern=r"^[^\x00-\x1f\x7f-\x9f]*\Z")]  # ends up in terminals
+Whereabouts = Annotated[
+    str, msgspec.Meta(pattern=r"^[!-~]{0,255}\Z")
+]  # a host, an abstract socket, a machine
+Line = Annotated[
+    str, msgspec.Meta(max_length=MAX_LINE_CHARS, pattern=r"^[^\x00-\x1f\x7f-\x9f]*\Z")
+]  # ends up in terminals
 
 
 _T = TypeVar("_T")
@@ -601,11 +607,52 @@ class Part(_Message, frozen=True):
     code: int
 
 
-ClientToMaster = Exists | MatchPrefix | Query | Get | PutStart | PutEnd | PutRevoke | Remove | ListKeys | AskStats | AskHolders
+ClientToMaster = (
+    Exists
+    | MatchPrefix
+    | Query
+    | Get
+    | PutStart
+    | PutEnd
+    | PutRevoke
+    | Remove
+    | ListKeys
+    | AskStats
+    | AskHolders
+)
 MasterToClient = Codes | Count | Located | Granted | KeyPage | StoreStats | HolderTable
-HolderToMaster = Register | Inventory | Beat | Persisted | Dropped | Buried | RegisterPrefetch | AllocStart | PromotionDone
-MasterToHolder = Registered | Peers | Serving | Retire | Bury | Forget | Promote | Prefetchable | Allocated | Refused
+HolderToMaster = (
+    Register
+    | Inventory
+    | Beat
+    | Persisted
+    | Dropped
+    | Buried
+    | RegisterPrefetch
+    | AllocStart
+    | PromotionDone
+)
+MasterToHolder = (
+    Registered
+    | Peers
+    | Serving
+    | Retire
+    | Bury
+    | Forget
+    | Promote
+    | Prefetchable
+    | Allocated
+    | Refused
+)
 ClientToHolder = Write | ReadMemory | ReadSsd | Check | CopyIn | CopyOut | PrefetchKeys | Touched
 HolderToClient = Codes | Part
 Opening = Challenge | Hello | Welcome | Refused
-Message = ClientToMaster | MasterToClient | HolderToMaster | MasterToHolder | ClientToHolder | HolderToClient | Opening
+Message = (
+    ClientToMaster
+    | MasterToClient
+    | HolderToMaster
+    | MasterToHolder
+    | ClientToHolder
+    | HolderToClient
+    | Opening
+)

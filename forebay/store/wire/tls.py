@@ -15,7 +15,9 @@ def server_context(certificate: Path, key: Path) -> ssl.SSLContext:
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.num_tickets = 0  # connections are kept, not resumed
     try:
-        context.load_cert_chain(certificate, key, password=lambda: "")  # an encrypted key is an error, not a question at a terminal
+        context.load_cert_chain(
+            certificate, key, password=lambda: ""
+        )  # an encrypted key is an error, not a question at a terminal
     except (OSError, ValueError) as error:
         reason = f"{certificate} and {key} are no certificate with its key, in PEM and not encrypted: {error}"
         raise TlsError(f"--tls-cert, --tls-key: {reason}") from error

@@ -89,7 +89,11 @@ def obey_as_rank() -> None:
         hold("hold_plan", rank)
         if not plan.openings and all(len(piece.tokens) == TOKEN_BYTES for piece in plan.pieces):
             hold("hold_decode", rank)
-        if named("hold_once_retracted", rank) and log_path().exists() and RETRACTED in log_path().read_text():
+        if (
+            named("hold_once_retracted", rank)
+            and log_path().exists()
+            and RETRACTED in log_path().read_text()
+        ):
             hold("hold_once_retracted", rank)
 
     class Reader:
@@ -149,7 +153,11 @@ def obey_as_planner() -> None:
     def retract_due(replica: Replica, _: object) -> None:
         assert replica.cache is not None
         for request in tuple(replica.running):
-            if request.emitted and request.last_plan <= replica.cache.retired and is_due("retract_after", request):
+            if (
+                request.emitted
+                and request.last_plan <= replica.cache.retired
+                and is_due("retract_after", request)
+            ):
                 replica.retract(request)
 
     def issue_or_refuse(desk: tickets.TicketDesk, request: Request, *rest: Any) -> None:
@@ -170,7 +178,9 @@ def obey_as_planner() -> None:
         before(store_access, "match_prefix", ask)
         before(building, "_add_decodes", retract_due)
         before(FetchLedger, "use", lambda _: log(USED, THE_PLANNER))
-        before(Replica, "retract", lambda _, request: log(RETRACTED + request.request_id, THE_PLANNER))
+        before(
+            Replica, "retract", lambda _, request: log(RETRACTED + request.request_id, THE_PLANNER)
+        )
         tickets.TicketDesk._issue = issue_or_refuse  # type: ignore[method-assign]
 
 

@@ -57,13 +57,19 @@ class Directory:
         self.direct = self._can_be_direct()
 
     def numbers(self) -> list[int]:
-        return sorted(int(match[1]) for entry in os.listdir(self.path) if (match := _NAME.fullmatch(entry)))
+        return sorted(
+            int(match[1]) for entry in os.listdir(self.path) if (match := _NAME.fullmatch(entry))
+        )
 
     def file(self, number: int) -> Path:
         return self.path / f"{number:010d}.log"
 
     def create(self, number: int) -> int:
-        return os.open(self.file(number), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | self._flag(), 0o600)
+        return os.open(
+            self.file(number),
+            os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | self._flag(),
+            0o600,
+        )
 
     def open(self, number: int) -> int:
         return os.open(self.file(number), os.O_RDWR | os.O_CLOEXEC | self._flag())
@@ -159,7 +165,11 @@ class Lock:
             raise
         self.mark = random_bits.randbits(62) + 1
         try:
-            fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, self.mark, 1, 0))
+            fcntl.fcntl(
+                self._fd,
+                fcntl.F_OFD_SETLK,
+                _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, self.mark, 1, 0),
+            )
         except OSError:
             self.mark = 0
 
@@ -173,7 +183,9 @@ def aligned_buffer(size: int) -> memoryview:
     rounded = max(BUFFER_ALIGN, (size + BUFFER_ALIGN - 1) & -BUFFER_ALIGN)
     if size < HUGE_PAGE_BYTES:
         return memoryview(mmap.mmap(-1, rounded, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
-    whole = ((size + HUGE_PAGE_BYTES - 1) & -HUGE_PAGE_BYTES) + HUGE_PAGE_BYTES  # what is not touched costs nothing
+    whole = (
+        (size + HUGE_PAGE_BYTES - 1) & -HUGE_PAGE_BYTES
+    ) + HUGE_PAGE_BYTES  # what is not touched costs nothing
     mapped = mmap.mmap(-1, whole, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):
         mapped.madvise(mmap.MADV_HUGEPAGE)

@@ -34,7 +34,9 @@ from forebay.store.wire.messages import Touched
 MIN_SLOTS = 1 << 10
 MAX_SLOTS = 1 << 20
 TELL_AFTER = 64
-LARGEST_BYTES = 2 << 20  # of a whole record; the holder reads larger ones quicker, several pieces at a time
+LARGEST_BYTES = (
+    2 << 20
+)  # of a whole record; the holder reads larger ones quicker, several pieces at a time
 _HEADER = struct.Struct("<QQ16x")
 _WORD = struct.Struct("<Q")
 _SHOWN = struct.Struct("<IIIIQ")
@@ -70,7 +72,11 @@ class LogHints:
             os.ftruncate(self._fd, size)
             self._table = mmap.mmap(self._fd, size)
             _HEADER.pack_into(self._table, 0, 0, mark)
-            fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | _F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL)
+            fcntl.fcntl(
+                self._fd,
+                fcntl.F_ADD_SEALS,
+                fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | _F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL,
+            )
             self._directory = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         except OSError:
             self.close()
@@ -94,8 +100,14 @@ class LogHints:
     def show(self, tenant: str, key: bytes, record: Record) -> None:
         name = _name(tenant, key)
         blocks = 1 + padded(record.length) // BLOCK_BYTES
-        if blocks * BLOCK_BYTES <= LARGEST_BYTES and record.file < 1 << 32 and record.position // BLOCK_BYTES < 1 << 32:
-            shown = _SHOWN.pack(name, record.file, record.position // BLOCK_BYTES, blocks, record.generation)
+        if (
+            blocks * BLOCK_BYTES <= LARGEST_BYTES
+            and record.file < 1 << 32
+            and record.position // BLOCK_BYTES < 1 << 32
+        ):
+            shown = _SHOWN.pack(
+                name, record.file, record.position // BLOCK_BYTES, blocks, record.generation
+            )
             _SLOT.pack_into(self._table, self._place(name), *_SHOWN.unpack(shown), crc32c(shown), 0)
         else:
             self.hide(tenant, key)
@@ -174,7 +186,9 @@ class LogView:
         opened = self._open(f"{number:010d}.log", os.O_RDONLY | os.O_DIRECT)
         if opened is not None:
             with self._lock:
-                linked = {each: file for each, file in self._files.items() if os.fstat(file.fd).st_nlink}  # the log has them still
+                linked = {
+                    each: file for each, file in self._files.items() if os.fstat(file.fd).st_nlink
+                }  # the log has them still
                 self._files = linked | {number: opened}
         return opened
 
@@ -205,8 +219,15 @@ class LogView:
         if not self.has_to_tell():
             return None
         with self._lock:
-            told = Touched(self._untold, self._untold_bytes, self._untold_unasked, self._untold_unasked_bytes)
-            self._untold, self._untold_bytes, self._untold_unasked, self._untold_unasked_bytes = [], 0, 0, 0
+            told = Touched(
+                self._untold, self._untold_bytes, self._untold_unasked, self._untold_unasked_bytes
+            )
+            self._untold, self._untold_bytes, self._untold_unasked, self._untold_unasked_bytes = (
+                [],
+                0,
+                0,
+                0,
+            )
         return told
 
     def forget(self, number: int) -> None:

@@ -38,7 +38,10 @@ class Index:
                 yield place, record
 
     def get(self, place: Place, generation: int) -> Record | None:
-        return next((record for record in self._records.get(place, ()) if record.generation == generation), None)
+        return next(
+            (record for record in self._records.get(place, ()) if record.generation == generation),
+            None,
+        )
 
     def newest(self, place: Place) -> Record | None:
         records = self._records.get(place)
@@ -46,7 +49,9 @@ class Index:
 
     def add(self, place: Place, record: Record) -> None:
         """A record of the same generation (the same bytes) is replaced."""
-        others = [known for known in self._records.get(place, ()) if known.generation != record.generation]
+        others = [
+            known for known in self._records.get(place, ()) if known.generation != record.generation
+        ]
         self._records[place] = tuple(sorted([*others, record], key=lambda one: one.generation))
 
     def remove(self, place: Place, record: Record) -> None:
@@ -58,12 +63,21 @@ class Index:
 
     def has_under(self, grave: Grave) -> bool:
         """Whether there is anything that the grave covers."""
-        return any([covers(grave, record.generation) for record in self._records.get((grave.tenant, grave.key), ())])
+        return any(
+            [
+                covers(grave, record.generation)
+                for record in self._records.get((grave.tenant, grave.key), ())
+            ]
+        )
 
     def bury(self, grave: Grave) -> None:
         """Drop what the grave covers."""
         place = (grave.tenant, grave.key)
-        rest = tuple(record for record in self._records.get(place, ()) if not covers(grave, record.generation))
+        rest = tuple(
+            record
+            for record in self._records.get(place, ())
+            if not covers(grave, record.generation)
+        )
         if rest:
             self._records[place] = rest
         else:

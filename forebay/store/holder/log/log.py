@@ -19,7 +19,14 @@ from forebay.store.crc import crc32c
 from forebay.store.holder.log.files import Files, aligned_buffer
 from forebay.store.holder.log.hints import LogHints
 from forebay.store.holder.log.index import Index, Record
-from forebay.store.holder.log.record import BLOCK_BYTES, Head, Kind, encode_graves, padded, write_head
+from forebay.store.holder.log.record import (
+    BLOCK_BYTES,
+    Head,
+    Kind,
+    encode_graves,
+    padded,
+    write_head,
+)
 from forebay.store.holder.log.scan import Damage, scan
 from forebay.store.holder.segment import as_bytes
 from forebay.store.native.library import copy_crc32c
@@ -71,7 +78,9 @@ class SsdLog:
         self.file_bytes = max(MIN_FILE_BYTES, min(MAX_FILE_BYTES, capacity // FILES_AT_CAPACITY))
         self.index = Index()
         self.cut_bytes = 0  # what the start found torn or damaged
-        self.kept_graves: dict[Grave, None] = {}  # on behalf of absent holders, in the order they came
+        self.kept_graves: dict[
+            Grave, None
+        ] = {}  # on behalf of absent holders, in the order they came
         self._files = files
         self._by_number: dict[int, LogFile] = {}
         self._active: LogFile | None = None
@@ -98,7 +107,10 @@ class SsdLog:
     def entries(self) -> list[HeldSsd]:
         """Everything that counts; of one key the oldest generation first."""
         with self._lock:
-            return [HeldSsd(tenant, key, record.generation, record.length) for (tenant, key), record in self.index.items()]
+            return [
+                HeldSsd(tenant, key, record.generation, record.length)
+                for (tenant, key), record in self.index.items()
+            ]
 
     def has(self, tenant: str, key: bytes, generation: int) -> bool:
         with self._lock:
@@ -125,7 +137,11 @@ class SsdLog:
         if self._hints is not None:
             with self._lock:
                 place = (tenant, key)
-                record = self.index.newest(place) if generation is None else self.index.get(place, generation)
+                record = (
+                    self.index.newest(place)
+                    if generation is None
+                    else self.index.get(place, generation)
+                )
                 if record is not None:
                     self._hints.show(tenant, key, record)
 
@@ -190,7 +206,9 @@ class SsdLog:
         failed to may try again. One that is kept for another holder says nothing about our own records. ``lost``: see `make_room`."""
         always = always or self._has_ghosts
         with self._lock:
-            needed = [grave for grave in graves if grave.behalf or always or self.index.has_under(grave)]
+            needed = [
+                grave for grave in graves if grave.behalf or always or self.index.has_under(grave)
+            ]
             for grave in needed:
                 self._hide(grave.tenant, grave.key)
         if not needed:
@@ -205,7 +223,9 @@ class SsdLog:
 
     def forget_kept(self, behalf: str) -> None:
         """Graves kept for ``behalf`` are delivered. They fade with their files."""
-        self.kept_graves = {grave: None for grave in list(self.kept_graves) if grave.behalf != behalf}
+        self.kept_graves = {
+            grave: None for grave in list(self.kept_graves) if grave.behalf != behalf
+        }
 
     def sync(self) -> None:
         """Everything that was appended is on the disk. Raises ``OSError`` if that is not known, also of a file that was sealed since,
@@ -256,7 +276,9 @@ class SsdLog:
             self._tick += 1
             record.tick = file.used = self._tick
         try:
-            count = self._files.read(file.fd, into[: padded(record.length)], record.position + BLOCK_BYTES)
+            count = self._files.read(
+                file.fd, into[: padded(record.length)], record.position + BLOCK_BYTES
+            )
             good = count >= record.length and crc32c(into[: record.length]) == record.crc
         except OSError:
             good = False
@@ -284,7 +306,9 @@ class SsdLog:
         graves: list[Grave] = []
         for number in self._files.numbers():
             fd = self._files.open(number)
-            file = LogFile(number, fd, self._files.size(fd), used=self._tick, sealed_tick=self._tick)
+            file = LogFile(
+                number, fd, self._files.size(fd), used=self._tick, sealed_tick=self._tick
+            )
             self._tick += 1
             for found in scan(self._files, fd, self._salt):
                 if isinstance(found, Damage):
@@ -296,11 +320,15 @@ class SsdLog:
                         self._has_ghosts = True
                     continue
                 head = found.head
-                self._highest = max([self._highest, head.generation, *(grave.generation for grave in found.graves)])
+                self._highest = max(
+                    [self._highest, head.generation, *(grave.generation for grave in found.graves)]
+                )
                 file.graves += found.graves
                 graves += found.graves
                 if head.kind is Kind.VALUE:
-                    record = Record(number, found.position, head.generation, head.value_bytes, head.value_crc)
+                    record = Record(
+                        number, found.position, head.generation, head.value_bytes, head.value_crc
+                    )
                     self.index.add((head.tenant, head.key), record)
             file.graves = list(dict.fromkeys(file.graves))
             if file.size:
@@ -326,7 +354,9 @@ class SsdLog:
             if good[-1]:
                 head = Head(Kind.VALUE, item.generation, length, item.crc, item.tenant, item.key)
                 write_head(head, buffer[at : at + BLOCK_BYTES], self._salt)
-                buffer[at + BLOCK_BYTES + length : at + BLOCK_BYTES + padded(length)] = bytes(padded(length) - length)
+                buffer[at + BLOCK_BYTES + length : at + BLOCK_BYTES + padded(length)] = bytes(
+                    padded(length) - length
+                )
                 at += head.record_bytes
         start = file.size
         self._files.write(file.fd, buffer[:at], start)
@@ -343,7 +373,9 @@ class SsdLog:
     def _append_graves(self, graves: list[Grave]) -> None:
         """Two equal records, one behind the other."""
         value = encode_graves(graves)
-        head = Head(Kind.GRAVES, max(grave.generation for grave in graves), len(value), crc32c(value))
+        head = Head(
+            Kind.GRAVES, max(grave.generation for grave in graves), len(value), crc32c(value)
+        )
         size = head.record_bytes
         file = self._file_for(GRAVE_COPIES * size)
         buffer = aligned_buffer(GRAVE_COPIES * size)
@@ -358,7 +390,11 @@ class SsdLog:
             self.kept_graves |= {grave: None for grave in graves if grave.behalf}
 
     def _file_for(self, record_bytes: int) -> LogFile:
-        if self._active is not None and self._active.size + record_bytes > self.file_bytes and self._active.size:
+        if (
+            self._active is not None
+            and self._active.size + record_bytes > self.file_bytes
+            and self._active.size
+        ):
             self._seal()
         if self._active is None:
             number = max([*self._by_number, *self._files.numbers()], default=0) + 1
@@ -392,11 +428,19 @@ class SsdLog:
             return []
         victim = min(sealed, key=lambda file: file.used)
         with self._lock:
-            inside = [(place, record) for place, record in self.index.items() if record.file == victim.number]
+            inside = [
+                (place, record)
+                for place, record in self.index.items()
+                if record.file == victim.number
+            ]
         hot = [(place, record) for place, record in inside if record.tick > victim.sealed_tick]
         moved = self._move(victim, sorted(hot, key=lambda one: -one[1].tick))
         older = any(number < victim.number for number in self._by_number)
-        carried = [grave for grave in victim.graves if (grave in self.kept_graves if grave.behalf else older)]
+        carried = [
+            grave
+            for grave in victim.graves
+            if (grave in self.kept_graves if grave.behalf else older)
+        ]
         if carried:
             self._append_graves(carried)
         if moved or carried:
@@ -414,7 +458,9 @@ class SsdLog:
         self._unlink(victim)
         return lost
 
-    def _move(self, victim: LogFile, hot: list[tuple[tuple[str, bytes], Record]]) -> set[tuple[str, bytes, int]]:
+    def _move(
+        self, victim: LogFile, hot: list[tuple[tuple[str, bytes], Record]]
+    ) -> set[tuple[str, bytes, int]]:
         """Copy records of ``victim`` to the active file, as many as a quarter of it holds, without growing beyond the capacity."""
         budget = min(victim.size // MOVED_SHARE, self.capacity - (self.used_bytes - victim.size))
         moved: set[tuple[str, bytes, int]] = set()
@@ -423,9 +469,16 @@ class SsdLog:
             if size > budget:
                 break
             value = aligned_buffer(padded(record.length))
-            if self._files.read(victim.fd, value[: padded(record.length)], record.position + BLOCK_BYTES) < record.length:
+            if (
+                self._files.read(
+                    victim.fd, value[: padded(record.length)], record.position + BLOCK_BYTES
+                )
+                < record.length
+            ):
                 continue
-            if self._append_run([Item(tenant, key, record.generation, record.crc, value[: record.length])])[0]:
+            if self._append_run(
+                [Item(tenant, key, record.generation, record.crc, value[: record.length])]
+            )[0]:
                 budget -= size
                 moved.add((tenant, key, record.generation))
                 self._show_moved(tenant, key, record)

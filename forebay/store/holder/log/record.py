@@ -57,19 +57,34 @@ def padded(count: int) -> int:
 def pack_head(head: Head, salt: int = 0) -> bytes:
     """The head block without the zeros at its end. Raises ``RecordError`` if it is too large."""
     tenant = head.tenant.encode()
-    fixed = _HEAD.pack(MAGIC, VERSION, head.kind, head.generation, head.value_bytes, len(tenant), len(head.key), head.value_crc)
+    fixed = _HEAD.pack(
+        MAGIC,
+        VERSION,
+        head.kind,
+        head.generation,
+        head.value_bytes,
+        len(tenant),
+        len(head.key),
+        head.value_crc,
+    )
     names = tenant + head.key
     packed = fixed + _CRC.pack(crc32c(names, crc32c(fixed, salt))) + names
     if len(packed) > BLOCK_BYTES:
-        raise RecordError(f"tenant and key of {len(names)} bytes; {BLOCK_BYTES - _NAMES_AT} are allowed")
+        raise RecordError(
+            f"tenant and key of {len(names)} bytes; {BLOCK_BYTES - _NAMES_AT} are allowed"
+        )
     return packed
 
 
-def is_head(block: memoryview, generation: int, value_bytes: int, value_crc: int, tenant: str, key: bytes) -> bool:
+def is_head(
+    block: memoryview, generation: int, value_bytes: int, value_crc: int, tenant: str, key: bytes
+) -> bool:
     """Whether ``block`` begins with the head of this very value. All that the head's own checksum covers is compared, so that adds
     nothing."""
     names = tenant.encode() + key
-    fixed = _HEAD.pack(MAGIC, VERSION, _VALUE, generation, value_bytes, len(names) - len(key), len(key), value_crc)
+    fixed = _HEAD.pack(
+        MAGIC, VERSION, _VALUE, generation, value_bytes, len(names) - len(key), len(key), value_crc
+    )
     return block[: _HEAD.size] == fixed and block[_NAMES_AT : _NAMES_AT + len(names)] == names
 
 
@@ -84,7 +99,9 @@ def read_head(block: memoryview, salt: int = 0) -> Head:
     """Raises ``RecordError`` unless ``block`` is the whole head block of a record of the log with this ``salt``."""
     if len(block) < BLOCK_BYTES:
         raise RecordError("cut off within its head")
-    magic, version, kind, generation, value_bytes, tenant_bytes, key_bytes, value_crc = _HEAD.unpack_from(block)
+    magic, version, kind, generation, value_bytes, tenant_bytes, key_bytes, value_crc = (
+        _HEAD.unpack_from(block)
+    )
     if magic != MAGIC or version != VERSION:
         raise RecordError(f"magic {magic!r}, version {version}")
     end = _NAMES_AT + tenant_bytes + key_bytes
@@ -93,7 +110,14 @@ def read_head(block: memoryview, salt: int = 0) -> Head:
         raise RecordError("the head's checksum does not match")
     names = bytes(block[_NAMES_AT:end])
     try:
-        return Head(Kind(kind), generation, value_bytes, value_crc, names[:tenant_bytes].decode(), names[tenant_bytes:])
+        return Head(
+            Kind(kind),
+            generation,
+            value_bytes,
+            value_crc,
+            names[:tenant_bytes].decode(),
+            names[tenant_bytes:],
+        )
     except ValueError as error:
         raise RecordError(str(error)) from error
 

@@ -9,7 +9,15 @@ from dataclasses import dataclass
 
 from forebay.store.crc import crc32c
 from forebay.store.holder.log.files import Files, aligned_buffer
-from forebay.store.holder.log.record import BLOCK_BYTES, Head, Kind, RecordError, decode_graves, padded, read_head
+from forebay.store.holder.log.record import (
+    BLOCK_BYTES,
+    Head,
+    Kind,
+    RecordError,
+    decode_graves,
+    padded,
+    read_head,
+)
 from forebay.store.wire.messages import Grave
 
 MAX_UNREADABLE = 256  # blocks of one file, each of which may take the disk seconds: then the rest of it is left alone
@@ -45,7 +53,9 @@ def scan(files: Files, fd: int, salt: int = 0) -> Iterator[Found | Damage]:
         try:
             found = _record_at(files, fd, block, position, size, salt)
         except (RecordError, OSError) as error:
-            if isinstance(error, CutOff) and bad_from < 0:  # what follows is of its value, and may look like records
+            if (
+                isinstance(error, CutOff) and bad_from < 0
+            ):  # what follows is of its value, and may look like records
                 yield Damage(position, size - position, str(error), tail=True)
                 return
             bad_from, why = (position, str(error)) if bad_from < 0 else (bad_from, why)
@@ -65,14 +75,18 @@ def value_is_good(files: Files, fd: int, found: Found) -> bool:
     """Read a whole value and check its CRC32C."""
     buffer = aligned_buffer(padded(found.head.value_bytes))
     try:
-        count = files.read(fd, buffer[: padded(found.head.value_bytes)], found.position + BLOCK_BYTES)
+        count = files.read(
+            fd, buffer[: padded(found.head.value_bytes)], found.position + BLOCK_BYTES
+        )
     except OSError:
         return False
     length = found.head.value_bytes
     return count >= length and crc32c(buffer[:length]) == found.head.value_crc
 
 
-def _record_at(files: Files, fd: int, block: memoryview, position: int, size: int, salt: int) -> Found:
+def _record_at(
+    files: Files, fd: int, block: memoryview, position: int, size: int, salt: int
+) -> Found:
     head = read_head(block[: files.read(fd, block, position)], salt)
     if position + head.record_bytes > size:
         raise CutOff("cut off within its value")
