@@ -284,9 +284,9 @@ def _fill(
             _copy(first.store, second.store, new[start : start + COPY_BATCH])
     for arm in arms:
         wait_until(
-            lambda store=arm.store: all(Tier.SSD in tiers for tiers in store.tiers([*known])),
+            lambda store=arm.store: all(Tier.SSD in tiers for tiers in store.tiers([*known])),  # type: ignore[misc]
             "all pages are logged",
-        )  # type: ignore[misc]
+        )
     return keys
 
 

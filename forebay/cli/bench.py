@@ -50,7 +50,10 @@ def run_bench_engine(
         print(json.dumps(result))
         return
     about, floors = result["config"], result["floors"]
-    title = f"{about['model']}, {about['dtype']}, pp={about['pp']} tp={about['tp']}, {about['threads']} threads, {about['rounds']} rounds"
+    title = (
+        f"{about['model']}, {about['dtype']}, pp={about['pp']} tp={about['tp']}, "
+        f"{about['threads']} threads, {about['rounds']} rounds"
+    )
     table = Table(title=title)
     for heading in (
         "what",

@@ -115,8 +115,9 @@ class FakeGrid:
             ):
                 continue
             channel.send(
-                self._delay(), self._to(rank, lambda rank=rank: self._take_order(rank, order))
-            )  # type: ignore[misc]
+                self._delay(),
+                self._to(rank, lambda rank=rank: self._take_order(rank, order)),  # type: ignore[misc]
+            )
 
     # ------------------------------------------------------------------------------------------ what happens to ranks
 
@@ -284,8 +285,9 @@ class FakeGrid:
             stored.append(outcome is Outcome.GOOD)
             if outcome is Outcome.GOOD:
                 engine.send(
-                    self._delay(), self._to(rank, lambda page=page: rank.put(self._store, page))
-                )  # type: ignore[misc]
+                    self._delay(),
+                    self._to(rank, lambda page=page: rank.put(self._store, page)),  # type: ignore[misc]
+                )
             elif outcome is Outcome.HANG:
                 engine.send(HANG_S, lambda: None)
         done = StoreDone(self.epoch, rank.rank, order.transfer, bytes(stored))

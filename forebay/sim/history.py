@@ -159,8 +159,9 @@ class History:
             tiers = randomness.choice([("device",), ("host",), ("device", "host")])
             flush = Flush(index, tiers, randomness.choice([0.0, 1.0, 100.0]))
             self.heap.at(
-                randomness.uniform(0, at + 0.1), lambda flush=flush: self._ask_flush(flush)
-            )  # type: ignore[misc]
+                randomness.uniform(0, at + 0.1),
+                lambda flush=flush: self._ask_flush(flush),  # type: ignore[misc]
+            )
         return at + 10 * options.timing.forward_high
 
     def submit(self, request_id: str, max_tokens: int | None = None) -> None:

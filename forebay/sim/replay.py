@@ -126,8 +126,9 @@ class _Replica:
             self.grid.order(order)
         for query in effects.queries:
             self._heap.after(
-                self._replay.cluster.store.query_s, lambda query=query: self._answer(query)
-            )  # type: ignore[misc]
+                self._replay.cluster.store.query_s,
+                lambda query=query: self._answer(query),  # type: ignore[misc]
+            )
         self._replay.outputs(self, effects.outputs)
 
     def _answer(self, query: Query) -> None:

@@ -452,8 +452,9 @@ class StoreHistory:
                 keys = self.random.sample(KEYS, 4)
                 for holder in self.holders:
                     self.heap.after(
-                        self._delay(), lambda holder=holder: holder.prefetch(keys, TENANT)
-                    )  # type: ignore[misc]
+                        self._delay(),
+                        lambda holder=holder: holder.prefetch(keys, TENANT),  # type: ignore[misc]
+                    )
 
     def _begin_write(self, key: bytes) -> int:
         """Of a put or a removal: which of two that overlap has the last word, nobody outside can know."""

@@ -121,8 +121,8 @@ class StoreModel:
                 holder = self.holders[effect.session - CLIENT - 1]
                 self._heap.after(
                     self._cluster.network.latency_s,
-                    lambda holder=holder, effect=effect: holder.hear(effect.message),
-                )  # type: ignore[misc]
+                    lambda holder=holder, effect=effect: holder.hear(effect.message),  # type: ignore[misc]
+                )
 
     def _ask(self, make: Callable[[int], ClientToMaster], then: Callable[..., None]) -> None:
         self._call += 1
@@ -182,9 +182,9 @@ class StoreModel:
         for start in range(0, len(keys), CHUNK_KEYS):
             some = keys[start : start + CHUNK_KEYS]
             self._ask(
-                lambda call, some=some: Query(call, some),
+                lambda call, some=some: Query(call, some),  # type: ignore[misc]
                 lambda answer, some=some: self._delegate(some, answer),
-            )  # type: ignore[misc]
+            )
 
     def _delegate(self, keys: Sequence[bytes], answer: Located) -> None:
         now = self._heap.now

@@ -273,8 +273,9 @@ def test_every_family_is_what_its_hugging_face_directory_says(tmp_path, monkeypa
     ):
         assert set(converted.keys()) == set(saved.keys())
         assert all(
-            torch.equal(converted.get_tensor(name), saved.get_tensor(name)) for name in saved.keys()
-        )  # noqa: SIM118
+            torch.equal(converted.get_tensor(name), saved.get_tensor(name))
+            for name in saved.keys()  # noqa: SIM118
+        )
 
 
 @pytest.mark.parametrize("family", ["Qwen2", "Qwen3"])

@@ -133,10 +133,10 @@ def _get(files: PageFiles, key: bytes, items: list[GetItem]) -> Job[list[Status]
             fits = target is not None and item.offset + item.length <= len(value)
             if target is not None and fits:
                 job.touch(
-                    lambda target=target, item=item: _copy(
+                    lambda target=target, item=item: _copy(  # type: ignore[misc]
                         target, value[item.offset : item.offset + item.length]
                     )
-                )  # type: ignore[misc]
+                )
             statuses.append(Status.OK if fits else Status.INVALID)
         return statuses
 

@@ -235,8 +235,10 @@ class OneMaster:
         matched = 0
         for some in _slices(keys, max(1, min(MAX_KEYS, MAX_LOOKUPS // max(1, len(parts))))):
             answer = self._ask(
-                lambda call, some=some: MatchPrefix(call, some, [*parts]), Count, deadline
-            )  # type: ignore[misc]
+                lambda call, some=some: MatchPrefix(call, some, [*parts]),  # type: ignore[misc]
+                Count,
+                deadline,
+            )
             if answer is None:
                 break
             count = min(answer.count, self._first_stale(some, parts))
@@ -257,10 +259,10 @@ class OneMaster:
         while True:
             deadline = self._deadline(timeout_s)
             page = self._ask(
-                lambda call, after=after: ListKeys(call, prefix, after, LIST_PAGE),
+                lambda call, after=after: ListKeys(call, prefix, after, LIST_PAGE),  # type: ignore[misc]
                 KeyPage,
                 deadline,
-            )  # type: ignore[misc]
+            )
             if page is None or not page.keys:
                 return
             yield from page.keys
