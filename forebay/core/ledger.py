@@ -1,4 +1,4 @@
-"""What became of every stored page that was asked for (DESIGN 4.3): used, or unused for one reason. Counted in pages of one rank.
+"""What became of every stored page that was asked for: used, or unused for one reason. Counted in pages of one rank.
 
         wanted --fetched into the tree--> brought --a plan loads it--> used
            |                                 '--it goes before, or is computed meanwhile--> unused[reason]

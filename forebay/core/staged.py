@@ -1,4 +1,4 @@
-"""The usual path as a measured baseline: a stored prefix is fetched stage by stage, each looking only between its forwards (DESIGN 2).
+"""The usual path as a measured baseline: a stored prefix is fetched stage by stage, each looking only between its forwards.
 
     planner --StagedTicket--> stage 0 --StagedTaken--> planner --StagedTicket--> stage 1 ... the last stage
                                  each asks for its own part and starts to read once its compute loop gets to it

@@ -1,4 +1,4 @@
-"""STORE: saved host pages on their way to the store (DESIGN 4.2).
+"""STORE: saved host pages on their way to the store.
 
         want(node) --> wanted queue --a batch is free--> in flight --StoreDone from all ranks--> stored, or tried once more
              ^--- the store is asked again (StoreWell), or the page is used again ---------------------- refused

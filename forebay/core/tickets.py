@@ -1,4 +1,4 @@
-"""FETCH by ticket: a stored prefix comes to every rank's host pages while its request still waits (DESIGN 4.3).
+"""FETCH by ticket: a stored prefix comes to every rank's host pages while its request still waits.
 
     ask --QUERY--> [answer in time?] --hit worth it, host pages to be had--> FETCHING --all final--------.
      |                  |                                                     |                          v

@@ -1,4 +1,4 @@
-"""BACKUP: full pages on their way from device to host memory (DESIGN 4.2).
+"""BACKUP: full pages on their way from device to host memory.
 
         want(node) --> wanted queue --plan built, a host page to be had--> in flight --TransferDone from all ranks--> saved
 

@@ -1,4 +1,4 @@
-"""The prefix tree: one node per full, immutable page (DESIGN 4.1), resident in device memory, host memory or both.
+"""The prefix tree: one node per full, immutable page, resident in device memory, host memory or both.
 
         root --- h0 --- h1 --- h2          a node's hash covers its whole prefix and namespace (`core.hashing`), so one flat
                     `-- h1'                dictionary is the tree: a match walks hashes until one is missing

@@ -1,4 +1,4 @@
-"""A page's KV on one rank as it lies in host memory and in the store (L2, L3): one contiguous block (DESIGN 4.2).
+"""A page's KV on one rank as it lies in host memory and in the store (L2, L3): one contiguous block.
 
     numbers   for each layer, keys then values, for each head: page_size x head_dim
     scales    the same order, page_size of them for each head; nothing where numbers are not quantised

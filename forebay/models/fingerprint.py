@@ -13,7 +13,7 @@ from forebay.models.errors import ModelError
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 
-# What a KV page means also depends on how this code lays it out; raise this when that changes (DESIGN 4.1).
+# What a KV page means also depends on how this code lays it out; raise this when that changes.
 LAYOUT_VERSION = 1
 
 _EDGE_BYTES = 64 * 1024
@@ -40,7 +40,7 @@ def fingerprint(path: Path) -> bytes:
     """32 bytes that name a model's KV: equal for equal models, different when anything that shapes the KV differs.
 
     SHA-256 over the canonical config, the layout version, and each weight file's name, size, header and first and
-    last 64 KiB (DESIGN 4.1). Every part is length-framed. Raises ModelError when the model cannot be read.
+    last 64 KiB. Every part is length-framed. Raises ModelError when the model cannot be read.
     """
     digest = hashlib.sha256()
 

@@ -2,7 +2,7 @@
 
 float32, bfloat16, float16    the number, rounded
 int8, fp8_e4m3                number / scale, where scale = largest of the head's vector / largest code; one float32 scale for
-                              each token, layer, K/V and head, so that a decode never rewrites what is there (DESIGN 4.2)
+                              each token, layer, K/V and head, so that a decode never rewrites what is there
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 class PlannerBoot(msgspec.Struct, frozen=True):
-    """What was resolved before the start: ``fingerprint`` of the model (DESIGN 4.1), ``dtype``, ``kv_dtype`` (never ``auto``),
+    """What was resolved before the start: ``fingerprint`` of the model, ``dtype``, ``kv_dtype`` (never ``auto``),
     ``max_context`` in tokens, ``threads``, ``device_memory`` and ``host_memory`` of each rank (bytes; 0 device memory = what the
     device has left). ``flight_dir``: where flight records go; ``ring_fds``: the span rings of all processes, in the order of
     `ring_names`."""

@@ -1,4 +1,4 @@
-"""FETCH and STORE of one rank: between its host pages and the store, on threads of their own (DESIGN 4.2, 4.3).
+"""FETCH and STORE of one rank: between its host pages and the store, on threads of their own.
 
     ticket channel --Ticket, Cancel, Store--> `take` (I/O thread) --> fetch threads / store thread --> acknowledgements
 

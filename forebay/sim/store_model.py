@@ -159,7 +159,7 @@ class StoreModel:
 
     def good(self, read: Read) -> int:
         """How many of the objects count, now that the last byte is there: those that a lease kept, or that still are where they were
-        (rule S1)."""
+        (rule ST1)."""
         if self._heap.now <= read.lease_ends or not read.keys:
             return len(read.keys)
         located: list[Located] = []

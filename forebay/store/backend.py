@@ -1,7 +1,7 @@
 """The seam between the engine and whatever keeps pages below host memory (L3).
 
 A *key* is namespace + page hash. A *part* is the (layer range, head range) piece of a page's KV that one rank owns. The object
-stored under ``key`` + ``part`` is one contiguous page block (DESIGN 4.2). Every call is bounded by its ``timeout_s``, answers item
+stored under ``key`` + ``part`` is one contiguous page block. Every call is bounded by its ``timeout_s``, answers item
 by item, and raises nothing for what a store may do on a bad day: slow, dead, short, corrupt are statuses. Contract tests in
 `tests/store/` run against every backend.
 

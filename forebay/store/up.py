@@ -22,7 +22,7 @@ from forebay.store.wire import auth
 @dataclass(frozen=True)
 class Roles:
     """``master``/``listen``: run a master there, inside ``tls`` if that is given. ``holders``: run these, one
-    for each master that there is (rule S5); of ours if we run one.
+    for each master that there is (rule ST5); of ours if we run one.
     ``metrics``: where to tell them over HTTP."""
 
     listen: Address | None

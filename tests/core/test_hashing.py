@@ -27,7 +27,7 @@ def test_the_chain_is_the_documented_formula() -> None:
 
 @given(FIELDS, FIELDS)
 def test_different_namespaces_never_share_a_root(one: tuple, other: tuple) -> None:  # type: ignore[type-arg]
-    """Field report X1, X2: salt, dtype, page size, tenant are framed, so no two namespaces encode alike."""
+    """Salt, dtype, page size, tenant are framed, so no two namespaces encode alike."""
     assert (root_hash(*one) == root_hash(*other)) == (one == other)
 
 

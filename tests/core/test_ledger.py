@@ -1,4 +1,4 @@
-"""What becomes of every stored page that was asked for: the exits of queries, tickets and staged fetches (DESIGN 4.3)."""
+"""What becomes of every stored page that was asked for: the exits of queries, tickets and staged fetches."""
 
 from collections.abc import Callable
 
@@ -245,7 +245,7 @@ def test_the_snapshot_says_it_in_tokens() -> None:
 
 
 def test_all_reasons_but_those_that_stories_tell_are_in_the_table() -> None:
-    """ "covered" is in `test_tickets`, "anchor_lost" in scenario P2."""
+    """ "covered" is in `test_tickets`, "anchor_lost" in field report P2's scenario."""
     assert {*REASONS} - {"covered", "anchor_lost"} == {
         why for _, _, _, unused in EXITS for why in unused
     }

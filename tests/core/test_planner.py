@@ -1,4 +1,4 @@
-"""The planner's rules (DESIGN 4), each as a short story. Pages hold 4 tokens, a plan's chunk 8."""
+"""The planner's rules, each as a short story. Pages hold 4 tokens, a plan's chunk 8."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The staged route by stories (DESIGN 2): two stages, each asks and answers between its forwards. Pages hold 4 tokens."""
+"""The staged route by stories: two stages, each asks and answers between its forwards. Pages hold 4 tokens."""
 
 import pytest
 

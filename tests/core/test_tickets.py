@@ -1,4 +1,4 @@
-"""Tickets by stories (DESIGN 4.3): a stored prefix comes to the host while its request waits. Pages hold 4 tokens, a plan's chunk 8."""
+"""Tickets by stories: a stored prefix comes to the host while its request waits. Pages hold 4 tokens, a plan's chunk 8."""
 
 import pytest
 

@@ -34,7 +34,7 @@ Patch = Callable[[pytest.MonkeyPatch], None]
 
 
 def free_at_token_return(patch: pytest.MonkeyPatch) -> None:
-    """Pages are freed when the request ends, not when its last plan has retired (R5)."""
+    """Pages are freed when the request ends, not when its last plan has retired (rule R5)."""
     release = PageCache.release
 
     def now(
@@ -146,7 +146,7 @@ def repeat_the_last_token_after_a_retraction(patch: pytest.MonkeyPatch) -> None:
 
 
 def forget_the_remap(patch: pytest.MonkeyPatch) -> None:
-    """A twin's duplicate is freed, but the workers are not told (R8)."""
+    """A twin's duplicate is freed, but the workers are not told (rule R8)."""
     settle = building._settle_twins
 
     def silent(replica: Replica, request: Request) -> None:
@@ -306,7 +306,7 @@ def believe_words_of_another_epoch(patch: pytest.MonkeyPatch) -> None:
 
 
 def watch_nobody(patch: pytest.MonkeyPatch) -> None:
-    """Neither silence nor a late plan is noticed (R3)."""
+    """Neither silence nor a late plan is noticed (rule R3)."""
     patch.setattr(planner.Planner, "_watch", lambda self, now: None)
 
 

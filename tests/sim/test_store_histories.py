@@ -194,7 +194,7 @@ def believe_a_failed_promotion(patch: pytest.MonkeyPatch) -> None:
 
 
 def reuse_at_once_after_a_master_restart(patch: pytest.MonkeyPatch) -> None:
-    """Memory that is found again is not leased, though readers may hold leases of the last epoch (S4)."""
+    """Memory that is found again is not leased, though readers may hold leases of the last epoch (rule ST4)."""
     patch.setattr(membership, "RESTART_GRACE_S", -100.0)
     patch.setattr(StoreHistory, "_check_leases", lambda self, master: None)
 

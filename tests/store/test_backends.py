@@ -300,7 +300,7 @@ def test_directory_a_file_that_cannot_be_read_is_a_miss_and_goes(
 def test_directory_a_file_that_cannot_be_removed_does_not_wedge_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """B14."""
+    """Field report B14."""
     store = DirectoryStore(tmp_path, 5 * 1100)
     for index in range(5):
         put(store, b"%d" % index, bytes(1000))

@@ -166,7 +166,7 @@ def test_with_two_replicas_a_dead_holder_costs_nothing(tmp_path: Path, local: bo
 
 
 def test_a_holder_that_does_not_answer_is_passed_over_within_250_ms(nodes: Cluster) -> None:
-    """S6. The silent holder is a real one whose data connections are accepted by nobody: its loop is kept busy."""
+    """Rule ST6. The silent holder is a real one whose data connections are accepted by nobody: its loop is kept busy."""
     nodes.master and setattr(nodes.master.machine.state, "config", quick(replicas=2))
     silent, _ = nodes.holder(), nodes.holder()
     client = nodes.client(allow_local=False)

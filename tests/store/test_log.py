@@ -1,4 +1,4 @@
-"""The SSD log: what was logged is read back after any restart, what was buried never is, and a damaged byte is a miss (DESIGN 5)."""
+"""The SSD log: what was logged is read back after any restart, what was buried never is, and a damaged byte is a miss."""
 
 import errno
 import os
@@ -635,7 +635,7 @@ def test_what_could_not_be_synced_was_neither_logged_nor_removed(
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
 def test_a_failing_disk_degrades_with_a_clear_state_and_recovers(tmp_path: Path, code: int) -> None:
-    """N5: the log is not off for good. A removal asked for meanwhile is acknowledged when it is logged, not before."""
+    """Field report N5: the log is not off for good. A removal asked for meanwhile is acknowledged when it is logged, not before."""
     files = FailingFiles(tmp_path)
     desk = Desk(files)
     desk.append(b"before", b"b" * 5000, 1)

@@ -1,4 +1,4 @@
-"""The master's rules, told as short stories against the sans-IO machine (DESIGN 5, S1 to S7; FIELD_REPORTS E, V, N, H)."""
+"""The master's rules, told as short stories against the sans-IO machine (rules ST1 to ST7)."""
 
 import pytest
 
@@ -134,7 +134,7 @@ def test_an_equal_put_is_success_and_a_different_length_replaces_with_a_higher_g
 
 
 def test_the_loser_of_two_concurrent_puts_waits_and_finds_the_winners_bytes() -> None:
-    """H2: never partial state."""
+    """Field report H2: never partial state."""
     world = World()
     world.holder(FakeHolder("h"))
     winner, loser = world.client(), world.client()
@@ -148,7 +148,7 @@ def test_the_loser_of_two_concurrent_puts_waits_and_finds_the_winners_bytes() ->
 
 
 def test_a_stale_end_or_revoke_of_an_earlier_put_does_not_touch_the_newer_one() -> None:
-    """E3: operations carry a generation."""
+    """Field report E3: operations carry a generation."""
     world = World()
     world.holder(FakeHolder("h"))
     client = world.client()
@@ -167,7 +167,7 @@ def test_a_stale_end_or_revoke_of_an_earlier_put_does_not_touch_the_newer_one() 
 
 
 def test_a_lost_writers_put_is_revoked_at_once_and_its_key_is_free() -> None:
-    """H1: not after 30 seconds."""
+    """Field report H1: not after 30 seconds."""
     world = World()
     holder = world.holder(FakeHolder("h"))
     writer, other = world.client(), world.client()
@@ -207,7 +207,7 @@ def test_a_leased_object_is_passed_over_and_its_range_is_not_reused_before_the_l
     assert not isinstance(world.inbox[client][-1], Granted), "both are leased: the put waits"
     world.later(5.0)
     assert not isinstance(world.inbox[client][-1], Granted), (
-        "the master counts 100 ms more than it promised (S1)"
+        "the master counts 100 ms more than it promised (rule ST1)"
     )
     world.later(0.2)
     granted = world.inbox[client][-1]
@@ -256,7 +256,7 @@ def test_eviction_takes_durable_objects_by_last_use_from_the_high_to_the_low_wat
 
 
 def test_what_is_not_yet_durable_is_not_evicted_and_the_put_waits_for_the_log() -> None:
-    """S7: 200 puts into a small store all succeed, since puts wait for the SSD instead of failing."""
+    """Rule ST7: 200 puts into a small store all succeed, since puts wait for the SSD instead of failing."""
     world = World(quiet(high_watermark=1.0, low_watermark=1.0))
     holder = world.holder(FakeHolder("h", memory_bytes=2 * (PAGE + 64)))
     client = world.client()
@@ -378,7 +378,7 @@ def test_remove_is_answered_only_when_the_holder_has_logged_it() -> None:
 
 
 def test_a_live_holder_keeps_the_tombstone_for_an_absent_one_even_over_a_master_restart() -> None:
-    """S3: a removed key never comes back, whoever was away and whoever restarted meanwhile."""
+    """Rule ST3: a removed key never comes back, whoever was away and whoever restarted meanwhile."""
     world = World(quiet(replicas=2))
     away, live = world.holder(FakeHolder("away")), world.holder(FakeHolder("live"))
     client = world.client()
@@ -538,7 +538,7 @@ def test_a_lost_holders_keys_are_unavailable_and_come_back_with_its_inventory() 
 
 
 def test_a_restarted_master_has_everything_again_and_reuses_no_range_that_may_be_leased() -> None:
-    """S4 and H3: memory in use is not free, and generations rise."""
+    """Rule ST4 and field report H3: memory in use is not free, and generations rise."""
     world = World(quiet(high_watermark=1.0, low_watermark=1.0))
     holder, client = world.holder(FakeHolder("h", memory_bytes=2 * (PAGE + 64))), world.client()
     fill(world, client, 2)
@@ -616,7 +616,7 @@ def test_a_writer_that_does_not_go_on_loses_its_put_and_nobody_waits_for_it() ->
 
 
 def test_an_object_whose_file_was_evicted_is_gone_and_list_agrees_with_exists() -> None:
-    """N4 and N5."""
+    """Field reports N4 and N5."""
     world = World(quiet(high_watermark=1.0, low_watermark=1.0))
     holder, client = world.holder(FakeHolder("h", memory_bytes=PAGE + 64)), world.client()
     put(world, client, b"old")
@@ -825,7 +825,7 @@ def test_prefetched_objects_keep_to_their_share_replace_only_their_kind_and_leav
 
 
 def test_a_stray_put_end_does_not_complete_a_promotion() -> None:
-    """N8."""
+    """Field report N8."""
     world, holder, client = prefetching()
     on_ssd_only(world, client, holder)
     world.promote(holder, "default", b"k")
@@ -855,7 +855,7 @@ def test_a_promotion_nobody_finishes_is_given_up() -> None:
 
 
 def test_promotion_on_hit_wants_repeated_gets_and_room_and_is_off_by_default() -> None:
-    """N9: off = no change; one get below the threshold = none; watermark gate."""
+    """Field report N9: off = no change; one get below the threshold = none; watermark gate."""
     for on, gets, high, expected in (
         (False, 9, 1.0, 0),
         (True, 1, 1.0, 0),

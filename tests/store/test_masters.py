@@ -1,4 +1,4 @@
-"""Several masters (rule S5): each has its own slice of every holder, keys keep to their group's master, and a dead master takes
+"""Several masters (rule ST5): each has its own slice of every holder, keys keep to their group's master, and a dead master takes
 nothing but its own groups with it."""
 
 import time

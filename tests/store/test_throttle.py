@@ -1,4 +1,4 @@
-"""The prefetch throttle's state machine (DESIGN 5): what blocks a repeat, for how long, and what does not."""
+"""The prefetch throttle's state machine: what blocks a repeat, for how long, and what does not."""
 
 import threading
 

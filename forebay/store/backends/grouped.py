@@ -1,4 +1,4 @@
-"""A store of several masters (rule S5) with a circuit breaker for each: one that is dead or slow costs its own groups and no others.
+"""A store of several masters (rule ST5) with a circuit breaker for each: one that is dead or slow costs its own groups and no others.
 
 items --by group (rendezvous hashing)--> guarded store of one master, several of them at once --> one answer in the items' order
 """

@@ -4,7 +4,7 @@
     DIR/tmp/<machine>-<pid>-<n>            being written; then it gets its name, so no reader meets half of one
     DIR/tmp/<name>.page-<pid>-<n>          was in an object's place, is none, and could only be moved out of it
 
-Two levels of 16 directories (FIELD_REPORTS B13): of 256 nearly every file would have, and make, one of its own. Calls block for as
+Two levels of 16 directories (field report B13): of 256 nearly every file would have, and make, one of its own. Calls block for as
 long as the file system does; see `file_threads`.
 """
 
@@ -50,9 +50,11 @@ _numbers = itertools.count()  # of this process: it may have several stores in o
 class PageFiles:
     """At most ``size`` bytes of files in ``root``, leaving ``free`` bytes of its file system alone. Thread-safe.
 
-    Several processes may share a directory. Each knows what it found when it listed it last and what it did itself; the order of use is
-    in the files' times, for all. A file that cannot be removed is left alone and counted for what it takes (B14). What cannot be
-    read, or is no file, gives its place up: to be found and never to be had would cost its key's users again and again.
+    Several processes may share a directory. Each knows what it found when it listed the directory
+    last, and what it did itself. The order of use is in the files' times, for all. A file that
+    cannot be removed is left alone and counted for what it takes (field report B14). An entry that
+    cannot be read, or is no file, gives its place up: found but never readable, it would cost the
+    readers of its key time again and again.
     """
 
     def __init__(self, root: Path, size: int, free: int) -> None:
@@ -91,7 +93,7 @@ class PageFiles:
     # ------------------------------------------------------------------------------------------ reading and writing
 
     def read(self, key: bytes, scratch: Scratch) -> Bytes | Status:
-        """The whole value, in ``scratch``. A file that is not an intact object of ``key`` is removed (P18)."""
+        """The whole value, in ``scratch``. A file that is not an intact object of ``key`` is removed (field report P18)."""
         path = self.path(key)
         try:
             data = _read_file(path, scratch)

@@ -3,7 +3,7 @@
     master --Located--> per key a list of spots, best first: mapped memory, memory by TCP, log
     round 1: every key's best spot, grouped by holder and tier; round 2: the next spots of what failed; ...
 
-Bytes count as good if the copy ended before the lease did, or if the memory still is the same object afterwards (rule S1).
+Bytes count as good if the copy ended before the lease did, or if the memory still is the same object afterwards (rule ST1).
 """
 
 import time

@@ -553,7 +553,7 @@ def _slices(keys: Sequence[bytes], size: int) -> list[list[bytes]]:
 
 
 def _by_bytes(wants: list[Want]) -> list[list[Want]]:
-    """Consecutive wants of at most ``GET_BATCH_BYTES`` together (FIELD_REPORTS E4: no batch may outlive its lease)."""
+    """Consecutive wants of at most ``GET_BATCH_BYTES`` together (field report E4: no batch may outlive its lease)."""
     if len(wants) == 1:
         return [wants]
     batches: list[list[Want]] = []

@@ -63,7 +63,7 @@ class Keeper(Protocol):
     token_key: bytes
 
     def awake(self, now: float) -> bool:
-        """Whether this holder is registered and its loop has not stood still for longer than a lease (rule S6)."""
+        """Whether this holder is registered and its loop has not stood still for longer than a lease (rule ST6)."""
         ...
 
     def written(self, entry: Entry, done: "Receipt | None") -> None:

@@ -3,7 +3,7 @@
     master <--link--> Holder --memory, segment--> DataServer <--TCP, Door--> clients
                          '--writer--> SsdLog <--reads-- (get, promotion)
 
-It serves only while it is registered and its loop has not stood still for longer than a lease (rule S6).
+It serves only while it is registered and its loop has not stood still for longer than a lease (rule ST6).
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""One memfd of DRAM, written by its holder alone and mapped read-only by clients on the same machine (rule S2).
+"""One memfd of DRAM, written by its holder alone and mapped read-only by clients on the same machine (rule ST2).
 
     offset: | stamp u64 | length u64 | state u32 | zero to 64 bytes | data ... |
 

@@ -1,4 +1,4 @@
-"""Removals that are logged before they are acknowledged (rule S3).
+"""Removals that are logged before they are acknowledged (rule ST3).
 
 Each present holder that has a replica logs a tombstone, and marks its memory so that no later master takes it for alive. For an
 absent one a live holder keeps it, and the absent one hears of it before its inventory is believed. Holders remember each other's

@@ -1,4 +1,4 @@
-"""Holders come, tell what they have, fall silent, go (rules S3, S4 and S6).
+"""Holders come, tell what they have, fall silent, go (rules ST3, ST4 and ST6).
 
 A registration opens a round: what the master knew of the holder stays listed but is UNAVAILABLE until its inventory is complete.
 Each inventory entry then confirms a replica, adds one (a restarted master knows nothing), or is refused because a newer generation

@@ -36,7 +36,8 @@ MAX_COMMIT_LEASE_S = 30.0
 def register_prefetch(
     state: State, now: float, holder: Holder, tenant: str, key: bytes, hint_s: float
 ) -> tuple[PrefetchCode, int]:
-    """May ``holder`` promote ``key``? The code and the task's number (0 unless OK). Checked in the order of DESIGN 5."""
+    """May ``holder`` promote ``key``? The code and the task's number (0 unless OK). The checks
+    stand in the order in which a holder is told of them."""
     owner = state.tenants.get(tenant)
     if not state.config.ssd_prefetch or not holder.usable:
         return PrefetchCode.UNAVAILABLE_IN_CURRENT_STATUS, 0

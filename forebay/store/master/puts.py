@@ -1,4 +1,4 @@
-"""Writes: start, end, revoke, and puts that wait for room (rules S3 and S7).
+"""Writes: start, end, revoke, and puts that wait for room (rules ST3 and ST7).
 
 A put is invisible until its end, and belongs to the connection that started it: when that is lost it is revoked at once, and when it
 does nothing for a minute too. Nobody
@@ -274,7 +274,7 @@ def _choose(state: State, now: float, need: int, holders: list[Holder]) -> list[
 
 def _in_turn(state: State, holders: list[Holder]) -> list[Holder]:
     """Those that need not evict go first, of them those with least on its way, and then in turn, so that a new empty holder does not
-    draw every write (FIELD_REPORTS R8)."""
+    draw every write."""
     state.turn += 1
     if len(holders) == 1:
         return holders

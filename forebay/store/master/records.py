@@ -454,7 +454,7 @@ class State:
         return [holder for holder in self.holders.values() if holder.usable]
 
     def absent_code(self, now: float) -> Status:
-        """What an unknown key is told: missing only if everyone who could have it was heard (rule S4)."""
+        """What an unknown key is told: missing only if everyone who could have it was heard (rule ST4)."""
         hearing = any(holder.present and not holder.complete for holder in self.holders.values())
         if now < self.started + self.config.settle_s or not self.holders or hearing:
             return Status.UNAVAILABLE

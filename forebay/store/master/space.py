@@ -1,4 +1,4 @@
-"""Room in holders' segments: taking it, freeing it, and what is evicted for it (rules S1 and S7).
+"""Room in holders' segments: taking it, freeing it, and what is evicted for it (rules ST1 and ST7).
 
 Order of eviction at one holder: prefetched objects nobody read in time, then durable ones by last use (also those whose SSD copy was
 evicted: they had their time). Those still on their way to the log are never evicted, unless the holder has no working SSD. An object

@@ -96,7 +96,7 @@ def address_of(target: Bytes) -> int:
 
 def copy_slices(segment: int, capacity: int, slices: Sequence[Slice]) -> list[bool] | None:
     """Copy out of the segment at address ``segment``; of each slice, whether its header told before and after the copy that it is what
-    is wanted (rule S2). None: this cannot be done here, and nothing was copied."""
+    is wanted (rule ST2). None: this cannot be done here, and nothing was copied."""
     copy_out = _copy_out()
     if copy_out is None:
         return None

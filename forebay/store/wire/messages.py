@@ -218,7 +218,7 @@ class Place(_Part, frozen=True):
 
 
 class Located(_Message, frozen=True):
-    """The memory of spots is not reused within ``ttl_s`` of the master's receipt of the Get (rule S1)."""
+    """The memory of spots is not reused within ``ttl_s`` of the master's receipt of the Get (rule ST1)."""
 
     call: int
     ttl_s: float
@@ -465,7 +465,7 @@ class Promote(_Message, frozen=True):
 
 
 class PrefetchCode(IntEnum):
-    """What register_prefetch and alloc_start say, in the order of the checks (DESIGN 5)."""
+    """What register_prefetch and alloc_start say, in the order of the checks."""
 
     OK = 0
     UNAVAILABLE_IN_CURRENT_STATUS = 1

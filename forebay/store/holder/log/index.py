@@ -1,4 +1,4 @@
-"""Which records count (rule S3): of a key, the highest generation that no tombstone covers; an older one stays in its shadow until it
+"""Which records count (rule ST3): of a key, the highest generation that no tombstone covers; an older one stays in its shadow until it
 is buried, since a replacement that is given up must leave it as it was."""
 
 from collections.abc import Iterator
