@@ -16,6 +16,7 @@ and likewise ``ticket/REQUEST``, ``query/GROUP`` (the hash of a prompt's first p
 
 TEST_PLANNER holds what the planner takes as given, JSON too: {"always_fetch": true, "QUERY_S": 60.0, "MAX_RETRIES": 0}, and
 
+    patience_s     the time that any ticket may take under the policy "timeout"
     retract_after  a request whose prompt ends with this token is retracted once, when it has emitted a token
     refuse_after   the first hit of a request whose prompt ends with this token finds no host pages
 """
@@ -139,6 +140,8 @@ def obey_as_planner() -> None:
         for name in ("QUERY_S", "MAX_RETRIES"):
             if name in given and hasattr(module, name):
                 setattr(module, name, given[name])
+    if "patience_s" in given:
+        tickets.TicketDesk._patience = lambda *_: given["patience_s"]  # type: ignore[method-assign]
     forced: set[tuple[str, str]] = set()
     issue = tickets.TicketDesk._issue
 
