@@ -8,12 +8,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from forebay.frontend.answer import answer
-from forebay.frontend.disconnect import run_while_connected
-from forebay.frontend.errors import ApiError
 from forebay.frontend.generation import Generation, collect
 from forebay.frontend.limits import read_body
-from forebay.frontend.prompts import Prompt
-from forebay.frontend.protocol import ChatRequest, Message, chat_messages, decode_body, wants_usage
+from forebay.frontend.parse import parse_chat
 from forebay.frontend.responses import (
     Chat,
     ChatChoice,
@@ -28,34 +25,14 @@ from forebay.frontend.responses import (
 )
 from forebay.frontend.sequence import Delta, Position
 from forebay.frontend.service import Service
-from forebay.models.errors import ModelError
-from forebay.models.tokenizer import TemplateError
 
 
 async def chat_completions(service: Service, request: Request) -> Response:
     """Raises what `errors` knows an answer to."""
-    asked = decode_body(await read_body(request, service.body_bytes_max), ChatRequest)
-    service.check_model(asked.model)
-    params = service.checked_params(asked)
-    with_usage = wants_usage(asked)
-    service.require_ready()
-    prompt = await run_while_connected(
-        request.receive, conversation_prompt(service, asked.messages)
-    )
-    generation = service.generate(asked, params, [prompt], None, "chatcmpl")
-    return await answer(
-        request, generation, _Wording(service, generation, with_usage), bool(asked.stream)
-    )
-
-
-async def conversation_prompt(
-    service: Service, messages: list[Message], add_generation_prompt: bool = True
-) -> Prompt:
-    """Raises ``ApiError`` (400) for messages that the API or the chat template refuses, ``PromptError`` for their length."""
-    try:
-        return await service.encoder.from_messages(chat_messages(messages), add_generation_prompt)
-    except (TemplateError, ModelError) as error:
-        raise ApiError(400, str(error), "messages") from None
+    asked = parse_chat(await read_body(request, service.body_bytes_max))
+    generation = await service.generate(request, asked, "chatcmpl")
+    wording = _Wording(service, generation, asked.with_usage)
+    return await answer(request, generation, wording, asked.streamed)
 
 
 class _Wording:

@@ -2,24 +2,15 @@
 
 import time
 from collections.abc import Iterable, Sequence
-from typing import TypeVar
 
 from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
 from forebay.frontend.answer import answer
-from forebay.frontend.disconnect import run_while_connected
-from forebay.frontend.errors import ApiError
 from forebay.frontend.generation import Generation, collect
-from forebay.frontend.limits import MAX_PROMPTS, read_body
-from forebay.frontend.prompts import Prompt
-from forebay.frontend.protocol import (
-    DEFAULT_COMPLETION_TOKENS,
-    CompletionRequest,
-    decode_body,
-    wants_usage,
-)
+from forebay.frontend.limits import read_body
+from forebay.frontend.parse import parse_completion
 from forebay.frontend.responses import (
     Completion,
     CompletionChoice,
@@ -31,50 +22,13 @@ from forebay.frontend.responses import (
 from forebay.frontend.sequence import Delta, Position
 from forebay.frontend.service import Service
 
-T = TypeVar("T")
-
 
 async def completions(service: Service, request: Request) -> Response:
     """Raises what `errors` knows an answer to."""
-    asked = decode_body(await read_body(request, service.body_bytes_max), CompletionRequest)
-    service.check_model(asked.model)
-    params = service.checked_params(asked)
-    with_usage = wants_usage(asked)
-    service.require_ready()
-    prompts = await run_while_connected(request.receive, _prompts(service, asked.prompt))
-    generation = service.generate(asked, params, prompts, DEFAULT_COMPLETION_TOKENS, "cmpl")
-    return await answer(
-        request, generation, _Wording(service, generation, with_usage), bool(asked.stream)
-    )
-
-
-async def _prompts(service: Service, prompt: str | list[str | int | list[int]]) -> list[Prompt]:
-    """Text, texts, tokens or lists of tokens. Raises ``ApiError`` for a mixture, none or too many, ``PromptError``."""
-    encoder = service.encoder
-    if isinstance(prompt, str):
-        return [await encoder.from_text(prompt)]
-    if not prompt:
-        raise ApiError(
-            400,
-            "the prompt is empty; allowed: text, texts, token ids, or lists of token ids",
-            "prompt",
-        )
-    if tokens := _all_of(prompt, int):
-        return [encoder.from_tokens(tokens)]
-    if len(prompt) > MAX_PROMPTS:
-        raise ApiError(
-            400, f"prompt has {len(prompt)} entries; at most {MAX_PROMPTS} are allowed", "prompt"
-        )
-    if texts := _all_of(prompt, str):
-        return await encoder.from_texts(texts)
-    if lists := _all_of(prompt, list):
-        return [encoder.from_tokens(tokens) for tokens in lists]
-    raise ApiError(400, "prompt mixes texts and token ids; allowed: one kind of them", "prompt")
-
-
-def _all_of(items: Sequence[object], kind: type[T]) -> list[T]:
-    found = [item for item in items if isinstance(item, kind)]
-    return found if len(found) == len(items) else []
+    asked = parse_completion(await read_body(request, service.body_bytes_max))
+    generation = await service.generate(request, asked, "cmpl")
+    wording = _Wording(service, generation, asked.with_usage)
+    return await answer(request, generation, wording, asked.streamed)
 
 
 class _Wording:

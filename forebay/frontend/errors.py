@@ -11,7 +11,7 @@ from forebay.core.messages import FinishReason
 from forebay.frontend.disconnect import ClientGone
 from forebay.frontend.engine import EngineDown
 from forebay.frontend.generation import GenerationError
-from forebay.frontend.prompts import PromptError, PromptTooLong
+from forebay.frontend.prompts import PromptError, PromptTooLong, RequestError
 
 RETRY_AFTER_S = "1"
 CLIENT_GONE = 499
@@ -60,13 +60,15 @@ class ApiError(Exception):
         return Response(self.body, self.status, headers=self.headers, media_type="application/json")
 
 
-def as_api_error(error: PromptError | EngineDown | GenerationError) -> ApiError:
-    """The API's word for what prompts and engine refuse."""
+def as_api_error(error: RequestError | EngineDown | GenerationError) -> ApiError:
+    """The API's word for what prompts, assembly and engine refuse."""
     match error:
         case PromptTooLong():
             return ApiError(400, str(error), error.field, "context_length_exceeded")
         case PromptError():
             return ApiError(400, str(error), error.field)
+        case RequestError():
+            return ApiError(400, str(error), error.field, "invalid_value")
         case GenerationError(reason=FinishReason.REJECTED_TOO_LONG):
             return ApiError(400, str(error), "prompt", "context_length_exceeded")
         case GenerationError(reason=FinishReason.REJECTED_FULL):
@@ -109,7 +111,7 @@ def install(app: FastAPI) -> None:
         return error.response()
 
     async def on_refusal(_: Request, error: Exception) -> Response:
-        assert isinstance(error, PromptError | EngineDown | GenerationError)
+        assert isinstance(error, RequestError | EngineDown | GenerationError)
         return as_api_error(error).response()
 
     async def on_http_error(request: Request, error: Exception) -> Response:
@@ -132,7 +134,7 @@ def install(app: FastAPI) -> None:
         ).response()
 
     app.add_exception_handler(ApiError, on_api_error)
-    for refusal in (PromptError, EngineDown, GenerationError):
+    for refusal in (RequestError, EngineDown, GenerationError):
         app.add_exception_handler(refusal, on_refusal)
     app.add_exception_handler(ClientGone, on_client_gone)
     app.add_exception_handler(HTTPException, on_http_error)

@@ -8,13 +8,11 @@ Sequence ``index`` = prompt index * n + choice, which is also the ``index`` that
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
-from forebay.core.messages import FinishReason, Output, Snapshot, Submit, Usage, pack_tokens
-from forebay.core.sampling import SamplingParams
+from forebay.core.messages import FinishReason, Output, Submit, Usage, pack_tokens
+from forebay.frontend.assemble import Work
 from forebay.frontend.engine import Call, Engine
-from forebay.frontend.prompts import Prompt, PromptTooLong
 from forebay.frontend.seeds import SeedCounter, derive_seed
 from forebay.frontend.sequence import Delta, Detokenizer, Finish, Position, Sequence
-from forebay.settings import Settings
 
 Event = tuple[int, Delta]
 DetokenizerFactory = Callable[[bool], Detokenizer]  # takes ``skip_special``
@@ -26,72 +24,6 @@ class GenerationError(Exception):
     def __init__(self, reason: FinishReason, message: str) -> None:
         super().__init__(message or f"the engine ended the request: {reason.value}")
         self.reason = reason
-
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """What one API request asks of the engine, every default filled in. ``max_tokens``: one for each prompt."""
-
-    request_id: str
-    prompts: tuple[Prompt, ...]
-    max_tokens: tuple[int, ...]
-    params: SamplingParams
-    salt: bytes = b""
-    no_store: bool = False
-    priority: int = 0
-
-
-def room_tokens(max_context: int, snapshot: Snapshot | None, page_tokens: int) -> int:
-    """Tokens that one request can have at all: the context, or all of L1 where that is less."""
-    pages = snapshot.device.capacity if snapshot is not None else 0
-    return min(max_context, pages * page_tokens) if pages else max_context
-
-
-def fit_max_tokens(
-    asked: int | None, default: int | None, prompt_tokens: int, max_context: int, room: int
-) -> int:
-    """``max_tokens`` for a prompt: what was asked, else the default, or all that fits, cut to the ``room`` there is.
-
-    Raises ``PromptTooLong`` if the prompt, or what was asked with it, exceeds the context. What exceeds only L1 is the planner's
-    to refuse.
-    """
-    if asked is not None and prompt_tokens + asked > max_context:
-        raise PromptTooLong(
-            f"prompt ({prompt_tokens} tokens) and max_tokens ({asked}) are {prompt_tokens + asked} tokens together; "
-            f"the context holds {max_context}; shorten the prompt or lower max_tokens"
-        )
-    if asked is not None:
-        return asked
-    if prompt_tokens >= room:
-        raise PromptTooLong(
-            f"the prompt has {prompt_tokens} tokens; at most {room - 1} fit; shorten it"
-        )
-    return room - prompt_tokens if default is None else min(default, room - prompt_tokens)
-
-
-def sequence_places(settings: Settings) -> int:
-    """Sequences that the planner has room for, running and waiting."""
-    return settings.max_running + settings.max_waiting
-
-
-def check_sequences(prompts: int, n: int, places: int) -> None:
-    """Raises ``ValueError`` for more sequences at once than there can ever be room for."""
-    if prompts * n > places:
-        raise ValueError(
-            f"{prompts} prompt(s) with n = {n} are {prompts * n} sequences; at most {places} can run or wait"
-        )
-
-
-def check_token_ids(params: SamplingParams, vocab_size: int) -> None:
-    """Raises ``ValueError`` for a stop token or bias outside the vocabulary."""
-    for name, ids in (
-        ("stop_token_ids", params.stop_token_ids),
-        ("logit_bias", tuple(params.logit_bias)),
-    ):
-        for bad in (token for token in ids if not 0 <= token < vocab_size):
-            raise ValueError(
-                f"{name} has the token id {bad}; the model's ids are 0 to {vocab_size - 1}"
-            )
 
 
 class Generation:

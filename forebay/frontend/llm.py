@@ -7,30 +7,20 @@ also starts the planner, since the kernel ends children together with the thread
 """
 
 import asyncio
-import secrets
 import threading
 import weakref
 from collections.abc import AsyncIterator, Coroutine, Generator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import uvloop
 
 from forebay.core.messages import Snapshot
 from forebay.core.sampling import SamplingParams
+from forebay.frontend.asked import Asked, Source, Texts, TokenLists
+from forebay.frontend.assemble import assemble, bounds
 from forebay.frontend.engine import MAX_UNSENT_FRAMES, Engine, Planner
-from forebay.frontend.generation import (
-    Event,
-    Generation,
-    Result,
-    Work,
-    check_sequences,
-    check_token_ids,
-    collect,
-    fit_max_tokens,
-    room_tokens,
-    sequence_places,
-)
+from forebay.frontend.generation import Event, Generation, Result, collect
 from forebay.frontend.later import refuse_later
 from forebay.frontend.model import ServedModel, load_served_model
 from forebay.frontend.prompts import Prompt, PromptEncoder
@@ -247,20 +237,19 @@ class _Host:
         self.seeds = SeedCounter(self.settings.seed)
         self._engine = Engine(self._planner)
         await self._engine.wait_ready()
-        self._places = min(sequence_places(self.settings), MAX_UNSENT_FRAMES)
+        self._places = min(self.settings.max_running + self.settings.max_waiting, MAX_UNSENT_FRAMES)
         self._entry = asyncio.Lock()
 
     async def submit(self, prompt: PromptInput, params: SamplingParams) -> Generation:
         """Once there is room: who comes first goes first, so that a few large requests do not wait for ever."""
         assert self._engine is not None
-        check_sequences(1, params.n, self._places)
-        ready = await self._prompt(prompt)
-        check_token_ids(params, self.model.vocab_size)
-        room = room_tokens(self.model.max_context, self._engine.snapshot, self.settings.page_size)
-        limit = fit_max_tokens(
-            params.max_tokens, None, len(ready.tokens), self.model.max_context, room
+        asked = Asked(_source(prompt), params)
+        prompts = (
+            [prompt] if isinstance(prompt, Prompt) else await self.encoder.encode(asked.source)
         )
-        work = Work(f"llm-{secrets.token_hex(12)}", (ready,), (limit,), params)
+        model = self.model
+        limits = bounds(model.max_context, model.vocab_size, self._engine.snapshot, self.settings)
+        work = assemble(asked, prompts, replace(limits, places=self._places), "llm")
         async with self._entry:
             await self._engine.wait_room(params.n, self._places)
             return Generation(
@@ -334,13 +323,6 @@ class _Host:
             cached_store=cached.cached_store,
         )
 
-    async def _prompt(self, prompt: PromptInput) -> Prompt:
-        if isinstance(prompt, Prompt):
-            return prompt
-        if isinstance(prompt, str):
-            return await self.encoder.from_text(prompt)
-        return self.encoder.from_tokens(list(prompt))
-
     def _completion(self, index: int, result: Result, params: SamplingParams) -> CompletionOutput:
         logprobs = None
         if params.logprobs is not None:
@@ -373,6 +355,12 @@ class _Host:
             chosen, Logprob(position.logprobs.chosen, None, spell([chosen], skip_special=False))
         )
         return found
+
+
+def _source(prompt: PromptInput) -> Source:
+    if isinstance(prompt, str):
+        return Texts((prompt,))
+    return TokenLists((list(prompt.tokens if isinstance(prompt, Prompt) else prompt),))
 
 
 async def _next(events: AsyncIterator[list[Event]]) -> list[Event]:

@@ -11,6 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
+from forebay.frontend.asked import Conversation, Source, Texts, TokenLists
+
 # No vocabulary in use has text tokens that are longer on average over a whole prompt; runs of blanks come closest.
 MAX_CHARS_PER_TOKEN = 128
 INLINE_CHARS = 8192
@@ -30,12 +32,19 @@ class Tokenizer(Protocol):
     ) -> str: ...
 
 
-class PromptError(ValueError):
-    """A prompt that cannot be served; one line: what was given, what is allowed. ``field``: of the request that it came in."""
+class RequestError(ValueError):
+    """A value that cannot be served; one line: what was given, what is allowed. ``field``: of the request that it came in."""
 
-    def __init__(self, message: str, field: str = "prompt") -> None:
+    def __init__(self, message: str, field: str) -> None:
         super().__init__(message)
         self.field = field
+
+
+class PromptError(RequestError):
+    """A prompt that cannot be served."""
+
+    def __init__(self, message: str, field: str = "prompt") -> None:
+        super().__init__(message, field)
 
 
 class PromptTooLong(PromptError):
@@ -58,6 +67,16 @@ class PromptEncoder:
         self.max_context = max_context
         self.vocab_size = vocab_size
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="tokenize")
+
+    async def encode(self, source: Source) -> list[Prompt]:
+        """Raises ``PromptError``, and whatever the chat template raises (`from_messages`)."""
+        match source:
+            case Conversation(messages, add_generation_prompt):
+                return [await self.from_messages(messages, add_generation_prompt)]
+            case Texts(texts, add_special):
+                return await self.from_texts(texts, add_special)
+            case TokenLists(lists):
+                return [self.from_tokens(tokens) for tokens in lists]
 
     async def from_text(self, text: str, add_special: bool = True) -> Prompt:
         """Raises ``PromptError``."""

@@ -1,34 +1,24 @@
 """What every HTTP route works on: one engine, one model, and the way from a checked request to a running Generation."""
 
-import secrets
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from starlette.requests import Request
+
 from forebay.core.messages import Snapshot
-from forebay.core.sampling import SamplingParams
+from forebay.frontend.asked import Asked, Source
+from forebay.frontend.assemble import Bounds, assemble, bounds
+from forebay.frontend.disconnect import run_while_connected
 from forebay.frontend.engine import Engine
 from forebay.frontend.errors import ApiError
-from forebay.frontend.generation import (
-    Generation,
-    Work,
-    check_sequences,
-    check_token_ids,
-    fit_max_tokens,
-    room_tokens,
-    sequence_places,
-)
+from forebay.frontend.generation import Generation
 from forebay.frontend.limits import body_limit
 from forebay.frontend.model import ServedModel
 from forebay.frontend.prompts import Prompt, PromptEncoder
-from forebay.frontend.protocol import (
-    ChatRequest,
-    CompletionRequest,
-    cache_salt,
-    priority,
-    sampling_params,
-)
 from forebay.frontend.seeds import SeedCounter
+from forebay.models.errors import ModelError
+from forebay.models.tokenizer import TemplateError
 from forebay.settings import Settings
 
 if TYPE_CHECKING:
@@ -50,53 +40,26 @@ class Service:
         self.seeds = SeedCounter(self.settings.seed)
         self.body_bytes_max = body_limit(self.model.max_context)
 
-    def check_model(self, name: str) -> None:
+    def check_model(self, name: str | None) -> None:
         """Raises ``ApiError`` (404) for a model that is not served here."""
-        if name != self.model.name:
+        if name is not None and name != self.model.name:
             message = f"the model {name!r} does not exist; this server has {self.model.name!r}"
             raise ApiError(404, message, "model", "model_not_found")
 
-    def checked_params(self, request: CompletionRequest | ChatRequest) -> SamplingParams:
-        """Raises ``ApiError`` (400)."""
-        params = sampling_params(request)
-        try:
-            check_token_ids(params, self.model.vocab_size)
-        except ValueError as error:
-            raise ApiError(400, str(error), str(error).split()[0], "invalid_value") from None
-        return params
-
-    def generate(
-        self,
-        request: CompletionRequest | ChatRequest,
-        params: SamplingParams,
-        prompts: list[Prompt],
-        default_tokens: int | None,
-        prefix: str,
-    ) -> Generation:
-        """Submit. Raises ``PromptTooLong``, ``EngineDown``, ``ApiError``."""
-        context = self.model.max_context
-        room = room_tokens(context, self.engine.snapshot, self.settings.page_size)
-        limits = [
-            fit_max_tokens(params.max_tokens, default_tokens, len(prompt.tokens), context, room)
-            for prompt in prompts
-        ]
-        if params.min_tokens > min(limits):
-            message = f"min_tokens is {params.min_tokens}; at most {min(limits)} tokens are generated here"
-            raise ApiError(400, message, "min_tokens", "invalid_value")
-        try:
-            check_sequences(len(prompts), params.n, sequence_places(self.settings))
-        except ValueError as error:
-            raise ApiError(400, str(error), "n", "invalid_value") from None
-        work = Work(
-            request_id=f"{prefix}-{secrets.token_hex(12)}",
-            prompts=tuple(prompts),
-            max_tokens=tuple(limits),
-            params=params,
-            salt=cache_salt(request),
-            no_store=bool(request.no_store),
-            priority=priority(request),
-        )
+    async def generate(self, request: Request, asked: Asked, prefix: str) -> Generation:
+        """Tokenise, assemble, submit. Raises what `errors` knows an answer to, ``ClientGone`` among it."""
+        self.check_model(asked.model)
+        self.require_ready()
+        prompts = await run_while_connected(request.receive, self.prompts(asked.source))
+        work = assemble(asked, prompts, self._bounds(), prefix)
         return Generation(self.engine, work, self.model.eos, self.seeds, self.model.detokenizer)
+
+    async def prompts(self, source: Source) -> list[Prompt]:
+        """Raises ``PromptError``, and ``ApiError`` (400) for messages that the chat template refuses."""
+        try:
+            return await self.encoder.encode(source)
+        except (TemplateError, ModelError) as error:
+            raise ApiError(400, str(error), "messages") from None
 
     def require_ready(self) -> Snapshot:
         """Raises ``EngineDown`` while nothing can be served."""
@@ -107,3 +70,7 @@ class Service:
     def spell(self, token: int) -> str:
         """One token as text, for log-probabilities."""
         return self.model.tokenizer.decode([token], skip_special=False)
+
+    def _bounds(self) -> Bounds:
+        model = self.model
+        return bounds(model.max_context, model.vocab_size, self.engine.snapshot, self.settings)
