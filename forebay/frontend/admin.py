@@ -35,7 +35,11 @@ async def health(service: Service, _: Request) -> Response:
         return _state(503, "silent", "the planner has not been heard for a while")
     snapshot = engine.snapshot
     return _json(
-        {"state": snapshot.state, "detail": snapshot.detail, "store": _store(snapshot.store)}
+        {
+            "state": snapshot.state,
+            "detail": snapshot.detail,
+            "store": {**_store(snapshot.store), "lost": engine.report.store.lost},
+        }
     )
 
 

@@ -17,7 +17,7 @@ LATER: dict[str, str | None] = {
 
 
 # Name -> how values begin that a setting of today does not take yet.
-LATER_VALUES = {"store": ("valkey://", "mooncake://")}
+LATER_VALUES = {"store": ("mooncake://",)}
 
 
 def refuse_later(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -78,11 +78,13 @@ class Figures(msgspec.Struct, array_like=True):
 class StoreState(msgspec.Struct, frozen=True):
     """The store as this replica last saw it. ``use``: objects and bytes by name; ``counters``: its own, if it keeps any.
 
-    ``writing``: pages are on their way to it, or wait for that.
+    ``writing``: pages are on their way to it, or wait for that. ``lost``: what this kind of store
+    cannot do, a line each. ``url``: without its password.
     """
 
     url: str = "none"
     writing: bool = False
+    lost: tuple[str, ...] = ()
     use: dict[str, int] = {}
     counters: dict[str, int] = {}
     throttle: dict[str, int] = {}

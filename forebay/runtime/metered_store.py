@@ -4,7 +4,15 @@ from collections import Counter
 from collections.abc import Sequence
 
 from forebay.observe.figures import Meter
-from forebay.store.backend import GetItem, Health, PageStore, PutItem, Status, StoreUse
+from forebay.store.backend import (
+    Capabilities,
+    GetItem,
+    Health,
+    PageStore,
+    PutItem,
+    Status,
+    StoreUse,
+)
 
 
 class MeteredStore:
@@ -13,6 +21,10 @@ class MeteredStore:
     def __init__(self, store: PageStore, meter: Meter) -> None:
         self._store = store
         self._meter = meter
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self._store.capabilities
 
     def match_prefix(
         self,

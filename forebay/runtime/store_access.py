@@ -13,12 +13,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from queue import SimpleQueue
 
+import msgspec
+
 from forebay.core.messages import StoreHealth
 from forebay.core.tickets import QUERY_S, Hint, Query, QueryDone
 from forebay.observe.figures import Meter, StoreState
 from forebay.runtime.layouts import Layout, Manifest, match_prefix
 from forebay.runtime.metered_store import MeteredStore
-from forebay.store.address import AddressError, StoreUrl
+from forebay.store.address import AddressError, StoreUrl, shown
 from forebay.store.backend import PageStore
 from forebay.store.backends.embedded import EmbeddedStore
 from forebay.store.backends.grouped import GroupedStore
@@ -59,7 +61,7 @@ class StoreDesk:
         Raises ``StoreURLError`` if there is no such store or it does not answer.
         """
         self._store, self.address = _opened_first(url, meter)
-        self._takes_hints = not url.startswith("file:")
+        self._capabilities = self._store.capabilities
         self._own = own
         self._manifest = Manifest(self._store, namespace, own)
         self._threads = ThreadPoolExecutor(QUERY_THREADS, "query")
@@ -68,7 +70,7 @@ class StoreDesk:
         self._look_due = 0.0
         self.answers: SimpleQueue[QueryDone] = SimpleQueue()
         self.cleared: SimpleQueue[StoreCleared] = SimpleQueue()
-        self.state = StoreState(url)
+        self.state = StoreState(shown(url), lost=self._capabilities.lost())
 
     def ask(self, query: Query, wake: Callable[[], None]) -> None:
         """Answer a query later; never blocks. A store that is not asked now is a miss at once: the threads may hang in calls to it."""
@@ -80,7 +82,7 @@ class StoreDesk:
 
     def hint(self, hint: Hint) -> None:
         """What the store has of these pages will be read soon. Never blocks; a store that cannot bring it nearer is not told."""
-        if self._takes_hints and not self._store.is_open:
+        if self._capabilities.hints and not self._store.is_open:
             self._threads.submit(self._hint, hint)
 
     @property
@@ -128,8 +130,11 @@ class StoreDesk:
     def _look(self) -> None:
         try:
             use = self._store.use()
-            self.state = StoreState(
-                self.state.url, False, dict(use.sizes), dict(use.counters), dict(use.throttle)
+            self.state = msgspec.structs.replace(
+                self.state,
+                use=dict(use.sizes),
+                counters=dict(use.counters),
+                throttle=dict(use.throttle),
             )
         except Exception:  # whatever a store does on a bad day, serving goes on
             traceback.print_exc()
@@ -250,7 +255,7 @@ def _masters(url: str) -> dict[str, str]:
     try:
         return StoreUrl.parse(url).each()
     except AddressError as error:
-        raise StoreURLError(f"store {url!r}: {error}; --store none does without") from error
+        raise StoreURLError(f"store {shown(url)!r}: {error}; --store none does without") from error
 
 
 def _say(who: str) -> Callable[[str], None]:

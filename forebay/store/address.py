@@ -1,5 +1,6 @@
 """Where things listen: ``HOST:PORT`` and Store URLs."""
 
+import re
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,6 +70,11 @@ class StoreUrl:
         """A URL for every master alone, by its address."""
         scheme, ca = "forebay+tls" if self.tls else "forebay", f"?ca={self.ca}" if self.ca else ""
         return {str(master): f"{scheme}://{master}{ca}" for master in self.masters}
+
+
+def shown(url: str) -> str:
+    """``url`` as it may be shown to people: without its password."""
+    return re.sub(r"(?<=://)([^/?#@]*):[^/?#]*@", r"\1:***@", url)
 
 
 def this_machine() -> str:

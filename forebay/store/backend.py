@@ -56,6 +56,24 @@ class PutItem:
 
 
 @dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What only some stores can do. Without one of them pages come all the same; `lost` says what it costs."""
+
+    hints: bool = True  # it brings nearer what will be read soon
+    ranged_reads: bool = True  # a part of a value costs only that part
+    lent_memory: bool = True  # it writes into host pages by itself
+
+    def lost(self) -> tuple[str, ...]:
+        """A line for each that is missing."""
+        lines = {
+            "hints": "no SSD tier to bring pages up from ahead of time",
+            "ranged_reads": "a grid of another shape reads whole values for its parts",
+            "lent_memory": "values pass through a socket, not straight into host pages",
+        }
+        return tuple(line for name, line in lines.items() if not getattr(self, name))
+
+
+@dataclass(frozen=True, slots=True)
 class Health:
     """``ok``: the backend answers. ``detail``: one line for whoever is on call."""
 
@@ -75,6 +93,9 @@ class StoreUse:
 
 class PageStore(Protocol):
     """What the engine asks of L3. Thread-safe; the data path releases the GIL."""
+
+    @property
+    def capabilities(self) -> Capabilities: ...
 
     def match_prefix(
         self,

@@ -4,6 +4,7 @@ Sequences share prefixes, go on with their own answers, run several requests at 
 are so small that eviction never rests.
 """
 
+import contextlib
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ import pytest
 
 from forebay import LLM, RequestOutput, SamplingParams
 from tests.frontend.tiny_text import write_random_weights, write_text_model
+from tests.store.redis_server import redis_server
 
 PAGE = 16
 CONTEXT = 256
@@ -43,6 +45,8 @@ class Case:
 
 
 EMBEDDED = "embedded:{}?dram=4MiB&ssd=16MiB"
+REDIS = "redis://127.0.0.1"  # of a server that the case starts, in which 4 MiB are room for pages
+INT8: dict[str, Any] = {"dtype": "float32", "kv_dtype": "int8"}
 SELECTIVE: dict[str, Any] = {"write_policy": "write-through-selective"}
 WRITE_BACK: dict[str, Any] = {"write_policy": "write-back"}
 STAGING: dict[str, Any] = {"pp": 2, "host_memory": "80KiB", "host_mode": "staging"}
@@ -111,6 +115,8 @@ CASES = [
         {"dtype": "bfloat16"},
     ),
     Case("embedded", {"pp": 2, "device_memory": "96KiB", "host_memory": "160KiB"}, store=EMBEDDED),
+    Case("redis", {"pp": 2, "device_memory": "96KiB", "host_memory": "160KiB"}, store=REDIS),
+    Case("redis, staging, int8", STAGING | {"device_memory": "32KiB"}, INT8, REDIS),
     Case(
         "embedded, staging, write-back",
         STAGING | WRITE_BACK | {"device_memory": "80KiB"},
@@ -246,15 +252,26 @@ def assert_same(got: RequestOutput, expected: RequestOutput, tolerance: float) -
     )
 
 
+@contextlib.contextmanager
+def opened_store(case: Case, path: Path) -> Iterator[str]:
+    """The URL of the case's store, and its server for as long as it is needed."""
+    if case.store != REDIS:
+        yield case.store.format(path)
+        return
+    limits = ("--maxmemory", "6mb", "--maxmemory-policy", "allkeys-lru")
+    with redis_server(path, *limits) as server:
+        yield server.url
+
+
 def run_case(case: Case, model: Path, store: Path, seeds: range) -> Hits:
     tolerance = NEAR_LOGITS if case.numbers["dtype"] == "bfloat16" else 0.0
     hits = Hits()
     expected = Expected(model, case.numbers)
     try:
-        with LLM(
-            str(model),
-            **(SMALL | case.numbers | case.settings | {"store": case.store.format(store)}),
-        ) as llm:
+        with (
+            opened_store(case, store) as url,
+            LLM(str(model), **(SMALL | case.numbers | case.settings | {"store": url})) as llm,
+        ):
             for seed in seeds:
                 check_sequence(llm, expected, seed, tolerance, hits)
     finally:

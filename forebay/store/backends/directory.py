@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from forebay.store.backend import GetItem, Health, PutItem, Status, StoreUse
+from forebay.store.backend import Capabilities, GetItem, Health, PutItem, Status, StoreUse
 from forebay.store.backends.file_threads import FileThreads, Job, Scratch
 from forebay.store.backends.page_files import PageFiles
 from forebay.store.client.channel import Bytes
@@ -29,6 +29,8 @@ class DirectoryStore:
 
     Raises ``OSError`` if the directory cannot be made or read, or the file system does not answer.
     """
+
+    capabilities = Capabilities(hints=False, ranged_reads=False, lent_memory=False)
 
     def __init__(self, directory: Path, size: int, free: int = 0) -> None:
         self._threads = FileThreads(THREADS)

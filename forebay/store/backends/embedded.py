@@ -18,7 +18,7 @@ from pathlib import Path
 
 import platformdirs
 
-from forebay.store.backend import GetItem, Health, PutItem, Status, StoreUse
+from forebay.store.backend import Capabilities, GetItem, Health, PutItem, Status, StoreUse
 from forebay.store.backends.forebay import ForebayStore
 from forebay.store.client.prefetcher import PrefetchOptions
 from forebay.store.client.store import StoreClient
@@ -31,6 +31,8 @@ END_S = 12.0
 
 class EmbeddedStore:
     """A `PageStore`. Raises ``OSError`` if the child cannot start; the text says why."""
+
+    capabilities = Capabilities()
 
     def __init__(self, directory: Path, dram: int, ssd: int) -> None:
         self.secret = secrets.token_hex(32)

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Sequence
 
-from forebay.store.backend import GetItem, Health, PutItem, Status, StoreUse
+from forebay.store.backend import Capabilities, GetItem, Health, PutItem, Status, StoreUse
 from forebay.store.client.store import StoreClient
 
 HEALTH_S = 1.0
@@ -11,6 +11,8 @@ HEALTH_S = 1.0
 
 class ForebayStore:
     """A `PageStore` over a client, which it closes."""
+
+    capabilities = Capabilities()
 
     def __init__(self, client: StoreClient) -> None:
         self.client = client

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from forebay.core.messages import StoreHealth
-from forebay.store.backend import GetItem, Health, PutItem, Status, StoreUse
+from forebay.store.backend import Capabilities, GetItem, Health, PutItem, Status, StoreUse
 from forebay.store.backends.guarded import WatchedStore
 from forebay.store.breaker import State
 from forebay.store.rendezvous import place_of
@@ -25,6 +25,10 @@ class GroupedStore:
         self._names = [name.encode() for name in stores]
         self._all = list(stores.values())
         self._threads = ThreadPoolExecutor(CALLS_AT_ONCE * len(stores), "store-groups")
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self._all[0].capabilities
 
     @property
     def is_open(self) -> bool:

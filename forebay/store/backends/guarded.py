@@ -13,7 +13,15 @@ from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
 from forebay.core.messages import StoreHealth
-from forebay.store.backend import GetItem, Health, PageStore, PutItem, Status, StoreUse
+from forebay.store.backend import (
+    Capabilities,
+    GetItem,
+    Health,
+    PageStore,
+    PutItem,
+    Status,
+    StoreUse,
+)
 from forebay.store.breaker import Breaker, Outcome, State, Transition
 
 PROBE_TIMEOUT_S = 1.0
@@ -65,6 +73,10 @@ class GuardedStore:
             with self._changed:
                 self._breaker.open(time.monotonic(), why_not)
             self._after()
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities() if self._store is None else self._store.capabilities
 
     @property
     def is_open(self) -> bool:

@@ -1,10 +1,12 @@
-"""Store URLs (docs/STORE.md): ``embedded[:DIR][?dram=SIZE&ssd=SIZE]``, ``forebay://HOST:PORT``, ``file:DIR[?size=SIZE&free=SIZE]``."""
+"""Store URLs (docs/STORE.md): ``embedded[:DIR][?dram=SIZE&ssd=SIZE]``, ``forebay://HOST:PORT``,
+``file:DIR[?size=SIZE&free=SIZE]``, ``valkey://`` and ``redis://[USER:PASSWORD@]HOST[:PORT][/DB]``.
+"""
 
 import re
 from pathlib import Path
 from urllib.parse import parse_qsl
 
-from forebay.store.address import AddressError
+from forebay.store.address import AddressError, shown
 from forebay.store.backend import PageStore
 from forebay.store.backends.directory import DirectoryStore
 from forebay.store.backends.embedded import (
@@ -14,6 +16,7 @@ from forebay.store.backends.embedded import (
     default_directory,
 )
 from forebay.store.backends.forebay import ForebayStore
+from forebay.store.backends.redis import RedisStore, RedisUrl
 from forebay.store.client.lent import Lent
 from forebay.store.client.prefetcher import PrefetchOptions
 from forebay.store.client.store import StoreClient
@@ -22,7 +25,10 @@ from forebay.store.wire.tls import TlsError
 DEFAULT_FILE_BYTES = 8 << 30
 DEFAULT_FREE_BYTES = 1 << 30
 _SHIFTS = {None: 0, "Ki": 10, "Mi": 20, "Gi": 30, "Ti": 40}
-_FORMS = "embedded[:DIR], forebay://HOST:PORT, forebay+tls://HOST:PORT, file:DIR or none"
+_FORMS = (
+    "embedded[:DIR], forebay://HOST:PORT, forebay+tls://HOST:PORT, file:DIR, "
+    "valkey://HOST:PORT, redis://HOST:PORT (valkeys://, rediss:// by TLS) or none"
+)
 
 
 class StoreURLError(ValueError):
@@ -55,6 +61,8 @@ def open_store(
         if name.startswith("file:"):
             sizes = _sizes(query, {"size": DEFAULT_FILE_BYTES, "free": DEFAULT_FREE_BYTES})
             return DirectoryStore(Path(name.removeprefix("file:")), sizes["size"], sizes["free"])
+        if name.startswith(RedisUrl.SCHEMES):
+            return RedisStore(RedisUrl.parse(url))
         if name.startswith(("forebay://", "forebay+tls://")):
             return ForebayStore(
                 StoreClient.connect(
@@ -68,9 +76,9 @@ def open_store(
             )
     except (AddressError, TlsError, OSError) as error:
         raise StoreURLError(
-            f"store {url!r}: {error}; allowed: {_FORMS}; --store none does without"
+            f"store {shown(url)!r}: {error}; allowed: {_FORMS}; --store none does without"
         ) from error
-    raise StoreURLError(f"{url!r} is no store; allowed: {_FORMS}")
+    raise StoreURLError(f"{shown(url)!r} is no store; allowed: {_FORMS}")
 
 
 def _sizes(query: str, known: dict[str, int]) -> dict[str, int]:
