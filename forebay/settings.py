@@ -19,7 +19,7 @@ from typing import Annotated, Any
 import msgspec
 
 from forebay.core.tickets import FetchPolicy
-from forebay.core.transfers import WritePolicy
+from forebay.core.transfers.backup import WritePolicy
 
 ENVIRONMENT_PREFIX = "FOREBAY_"
 OTHER_VARIABLES = frozenset({"FOREBAY_CACHE_DIR"})

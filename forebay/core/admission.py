@@ -8,7 +8,7 @@ from forebay.core.pace import work_of
 from forebay.core.replica import Replica
 from forebay.core.request import Request
 from forebay.core.tickets import release_ready
-from forebay.core.transfers import SELECTIVE_HITS, WritePolicy
+from forebay.core.transfers.backup import SELECTIVE_HITS, WritePolicy
 from forebay.core.tree import DEVICE, HOST, NONE, Node
 
 PREFIX_WINDOW = 64
@@ -148,9 +148,7 @@ def _reserve(replica: Replica, request: Request) -> list[Node] | None:
     if own is None:
         cache.release(held, (), cache.retired)
         return None
-    cache.begin_load(loads, own[: len(loads)])
-    cache.pin(loads)
-    replica.loads += loads
+    replica.loads.begin(cache, loads, own[: len(loads)])
     request.nodes = path
     request.table = [node.page for node in path] + own[len(loads) :]
     # The last token is always computed (rule R7), even if its page is cached.

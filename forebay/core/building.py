@@ -18,12 +18,12 @@ from dataclasses import dataclass, field
 from forebay.core.admission import take_back_ready
 from forebay.core.digest import PlanDigest
 from forebay.core.hashing import TOKEN_BYTES
-from forebay.core.messages import Backup, Copy, Opening, Piece, Plan, Remap
+from forebay.core.messages import Backup, Opening, Piece, Plan, Remap
 from forebay.core.pace import PASS_WORK, work_of
 from forebay.core.page_cache import PageCache
 from forebay.core.replica import InFlight, Replica
 from forebay.core.request import Request, RequestState, Twin
-from forebay.core.transfers import WRITE_BACK_FREE_SHARE, WritePolicy
+from forebay.core.transfers.backup import WRITE_BACK_FREE_SHARE, WritePolicy
 from forebay.core.tree import DEVICE, HOST, NONE
 
 OVERTAKE_WORK = 32 * PASS_WORK
@@ -48,7 +48,8 @@ class _Draft:
 
 def build_plan(replica: Replica, epoch: int, now: float) -> Plan | None:
     """The next plan, or None if the pipeline is full or nothing can run."""
-    in_flight, pp = replica.in_flight, replica.config.pp
+    cache, in_flight, pp = replica.cache, replica.in_flight, replica.config.pp
+    assert cache is not None
     if len(in_flight) >= 2 * pp or sum(not record.is_ahead for record in in_flight) >= pp:
         return None
     draft = _Draft(replica.built + 1, PlanDigest(replica.digest, replica.built + 1))
@@ -63,7 +64,7 @@ def build_plan(replica: Replica, epoch: int, now: float) -> Plan | None:
         remaps=tuple(draft.remaps),
         pieces=tuple(draft.pieces),
         digest=draft.digest.value,
-        loads=_take_loads(replica, draft.number),
+        loads=replica.loads.carry(cache, draft.number),
         backup=_start_backup(replica),
     )
     replica.built = plan.number
@@ -243,17 +244,6 @@ def _insert_nodes(replica: Replica, request: Request, number: int) -> None:
         request.nodes.append(node)
         if replica.computing.get(hash) is request:
             del replica.computing[hash]
-
-
-def _take_loads(replica: Replica, number: int) -> tuple[Copy, ...]:
-    """All loads that were begun since the last plan: whichever request's piece comes first finds its pages loaded."""
-    cache = replica.cache
-    assert cache is not None
-    loads, replica.loads = replica.loads, []
-    copies = tuple(Copy(node.page, node.pages[HOST]) for node in loads)
-    cache.carry_loads(loads)
-    cache.release(loads, (), number, loaded=loads)
-    return copies
 
 
 def _start_backup(replica: Replica) -> Backup | None:

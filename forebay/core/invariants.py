@@ -79,7 +79,7 @@ def _check_pages(replica: Replica, cache: PageCache) -> None:
             host_pages[page] += 1
     host_pages.update(replica.tickets.held_pages)
     for nodes in (
-        *replica.stores.in_flight,
+        replica.stores.in_flight,
         replica.stores.pinned,
         *(request.ready for request in replica.requests.values()),
     ):

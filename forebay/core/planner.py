@@ -48,8 +48,8 @@ from forebay.core.request import Phase, Request, RequestState
 from forebay.core.spans import SpanKind, TimedSpan
 from forebay.core.staged import StagedOrder
 from forebay.core.statistics import Counters, tier_use
-from forebay.core.storing import StoreEmptied, StoreWell
 from forebay.core.tickets import Hint, Query, QueryDone, release_ready
+from forebay.core.transfers.store import StoreEmptied, StoreWell
 from forebay.core.tree import Tier
 
 MAX_FAULTS_ALONE = 2

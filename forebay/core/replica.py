@@ -12,10 +12,10 @@ from forebay.core.pace import Pace
 from forebay.core.page_cache import PageCache
 from forebay.core.request import Phase, Request, RequestState
 from forebay.core.spans import TimedSpan
-from forebay.core.storing import StoreQueue
 from forebay.core.tickets import FetchPolicy, TicketDesk
-from forebay.core.transfers import BackupQueue, WritePolicy
-from forebay.core.tree import Node, Tier
+from forebay.core.transfers.backup import BackupQueue, WritePolicy
+from forebay.core.transfers.load import LoadQueue
+from forebay.core.transfers.store import StoreQueue
 from forebay.core.waiting import WaitingQueue
 
 
@@ -109,9 +109,7 @@ class Replica:
         default_factory=dict
     )  # full pages that a running request has yet to compute
     in_flight: deque[InFlight] = field(default_factory=deque)
-    loads: list[Node] = field(
-        default_factory=list
-    )  # host pages that the next plan brings to the device
+    loads: LoadQueue = field(default_factory=LoadQueue)
     backups: BackupQueue = field(init=False)
     stores: StoreQueue = field(init=False)
     ledger: FetchLedger = field(default_factory=FetchLedger)  # of all epochs
@@ -237,16 +235,7 @@ class Replica:
                 del self.computing[request.hashes[index]]
         self._slots.append(request.slot)
         self.cache.release(request.nodes, request.own_pages, request.last_plan)
-        self._cancel_loads()
-
-    def _cancel_loads(self) -> None:
-        """Loads that no plan carries yet and that nobody waits for any more, deepest first."""
-        cache = self.cache
-        assert cache is not None
-        for node in reversed(tuple(self.loads)):
-            if node.pins[Tier.DEVICE] == 1:
-                cache.cancel_load(node)
-                self.loads.remove(node)
+        self.loads.cancel_unused(self.cache)
 
     def retract(self, request: Request) -> None:
         """Back to waiting, at its old place. Its full pages stay cached until they are evicted."""

@@ -30,7 +30,7 @@ from forebay.core.messages import (
 )
 from forebay.core.planner import Effects, Event, GridLost, Planner
 from forebay.core.replica import PlannerConfig
-from forebay.core.storing import StoreEmptied, StoreWell
+from forebay.core.transfers.store import StoreEmptied, StoreWell
 from forebay.models.config import load_config
 from forebay.observe.events import Rings
 from forebay.observe.figures import Meter, StoreState

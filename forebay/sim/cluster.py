@@ -20,7 +20,7 @@ import msgspec
 
 from forebay.core.replica import PlannerConfig
 from forebay.core.tickets import FetchPolicy
-from forebay.core.transfers import WritePolicy
+from forebay.core.transfers.backup import WritePolicy
 from forebay.settings import HostMode, SettingsError, parse_size
 
 GB = 1e9

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from forebay.core.replica import PlannerConfig
 from forebay.core.tickets import FetchPolicy
-from forebay.core.transfers import WritePolicy
+from forebay.core.transfers.backup import WritePolicy
 from forebay.sim.grid import Timing
 from forebay.sim.preset import Preset
 

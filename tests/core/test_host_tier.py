@@ -14,7 +14,7 @@ from forebay.core.messages import (
     unpack_tokens,
 )
 from forebay.core.sampling import SamplingParams
-from forebay.core.transfers import WritePolicy
+from forebay.core.transfers.backup import WritePolicy
 from forebay.core.tree import Tier
 from tests.core.conftest import Desk, make_desk, spans
 

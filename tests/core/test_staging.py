@@ -2,7 +2,7 @@
 
 from forebay.core.messages import Abort, Plan, PlanDone, Sample, Store, StoreDone, TransferDone
 from forebay.core.tickets import QueryDone
-from forebay.core.transfers import WritePolicy
+from forebay.core.transfers.backup import WritePolicy
 from forebay.core.tree import Tier
 from tests.core.test_tickets import (
     StoreDesk,

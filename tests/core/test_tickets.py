@@ -22,9 +22,9 @@ from forebay.core.pace import PASS_WORK, work_of
 from forebay.core.planner import Effects, Event, GridLost, GridReady
 from forebay.core.request import Phase, Request
 from forebay.core.sampling import SamplingParams
-from forebay.core.storing import StoreEmptied, StoreWell
 from forebay.core.tickets import TICKETS_AT_ONCE, FetchPolicy, QueryDone, TicketDesk
-from forebay.core.transfers import WritePolicy
+from forebay.core.transfers.backup import WritePolicy
+from forebay.core.transfers.store import StoreEmptied, StoreWell
 from forebay.core.tree import Tier
 from tests.core.conftest import Desk, make_desk, spans
 

@@ -35,7 +35,7 @@ from forebay.core.planner import Effects, Event, GridLost, GridReady, Planner
 from forebay.core.replica import PlannerConfig
 from forebay.core.sampling import SamplingParams
 from forebay.core.tickets import FetchPolicy, QueryDone
-from forebay.core.transfers import WritePolicy
+from forebay.core.transfers.backup import WritePolicy
 from tests.scenarios.script import ScriptError, listed, options, tokens_of
 
 DEFAULTS: dict[str, object] = {

@@ -22,9 +22,10 @@ from forebay.core.page_cache import PageCache
 from forebay.core.pages import Owner
 from forebay.core.replica import InFlight, Replica
 from forebay.core.request import Request
-from forebay.core.storing import StoreQueue
 from forebay.core.tickets import TicketDesk, _Flight
-from forebay.core.transfers import BackupQueue
+from forebay.core.transfers.backup import BackupQueue
+from forebay.core.transfers.load import LoadQueue
+from forebay.core.transfers.store import StoreQueue
 from forebay.core.tree import NONE, Node, PrefixTree, Tier
 from forebay.sim.fuzz import CampaignError, run_campaign
 from forebay.sim.rank import FakeRank
@@ -60,11 +61,11 @@ def believe_the_first_rank_that_has_saved(patch: pytest.MonkeyPatch) -> None:
     """A backup counts when one rank is done, not all."""
     done = BackupQueue.done
 
-    def hasty(self: BackupQueue, cache: PageCache, ack: TransferDone) -> str:
-        flight = self._in_flight.get(ack.transfer)
-        if flight is None:
-            return ""
-        flight.waits_for = {ack.rank}
+    def hasty(self: BackupQueue, cache: PageCache, ack: TransferDone) -> list[Node]:
+        transfer = self._book.get(ack.transfer)
+        if transfer is None:
+            return []
+        transfer.left = {ack.rank}
         return done(self, cache, ack)
 
     patch.setattr(BackupQueue, "done", hasty)
@@ -93,12 +94,12 @@ def evict_a_page_that_is_being_saved(patch: pytest.MonkeyPatch) -> None:
 
 def load_into_the_plan_after_next(patch: pytest.MonkeyPatch) -> None:
     """Loads ride with a later plan than the first that may read them."""
-    take = building._take_loads
+    carry = LoadQueue.carry
 
-    def late(replica: Replica, number: int) -> tuple[Copy, ...]:
-        return take(replica, number) if number % 2 else ()
+    def late(self: LoadQueue, cache: PageCache, plan: int) -> tuple[Copy, ...]:
+        return carry(self, cache, plan) if plan % 2 else ()
 
-    patch.setattr(building, "_take_loads", late)
+    patch.setattr(LoadQueue, "carry", late)
 
 
 def evict_pinned(patch: pytest.MonkeyPatch) -> None:
@@ -244,12 +245,15 @@ def store_a_host_page_that_is_not_pinned(patch: pytest.MonkeyPatch) -> None:
     def careless(self: StoreQueue, cache: PageCache, ranks: int, epoch: int) -> Store | None:
         order = start(self, cache, ranks, epoch)
         if order is not None:
-            cache.tree.unpin(self._batches[order.transfer].nodes, Tier.HOST)
+            batch = self._book.get(order.transfer)
+            assert batch is not None
+            cache.tree.unpin(batch.nodes, Tier.HOST)
         return order
 
     def after(self: StoreQueue, cache: PageCache, ack: StoreDone) -> None:
-        batch = self._batches[ack.transfer]
-        if len(batch.waits_for) == 1:
+        batch = self._book.get(ack.transfer)
+        assert batch is not None
+        if len(batch.left) == 1:
             for node in batch.nodes:
                 if node.pages[Tier.HOST] == NONE or node.stale:
                     node.pages[Tier.HOST] = NONE

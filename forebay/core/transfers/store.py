@@ -9,12 +9,11 @@ nothing else would keep it. ``Node.stored`` is a hint that saves storing twice; 
 """
 
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import and_
 
-from forebay.core.messages import PageKey, ProtocolError, Store, StoreDone
+from forebay.core.messages import PageKey, Store, StoreDone
 from forebay.core.page_cache import PageCache
+from forebay.core.transfers.transfer import Each, Transfer, TransferBook
 from forebay.core.tree import HOST, NONE, Node
 
 MAX_STORE_PAGES = 128
@@ -34,11 +33,9 @@ class StoreEmptied:
     """Event: pages that were in the store are so no longer."""
 
 
-@dataclass(slots=True)
-class _Batch:
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Batch(Transfer[Each]):
     nodes: list[Node]
-    waits_for: set[int]
-    stored: bytearray  # 1 while every rank heard so far has stored it
 
 
 class StoreQueue:
@@ -47,21 +44,21 @@ class StoreQueue:
     def __init__(self, staging: bool) -> None:
         self._staging = staging
         self._wanted: deque[Node] = deque()
-        self._batches: dict[int, _Batch] = {}
+        self._book: TransferBook[_Batch] = TransferBook("store")
         self._refused: deque[Node] = deque(maxlen=MAX_REFUSED)
         self._transfers = 0
         self.stored_pages = 0
         self.failed_pages = 0
 
     @property
-    def in_flight(self) -> list[Sequence[Node]]:
-        """Nodes of each batch under way, for the invariants."""
-        return [batch.nodes for batch in self._batches.values()]
+    def in_flight(self) -> list[Node]:
+        """Nodes of the batches under way."""
+        return [node for batch in self._book for node in batch.nodes]
 
     @property
     def is_busy(self) -> bool:
         """Something is on its way to the store: what a query misses now may be there soon."""
-        return bool(self._wanted or self._batches)
+        return bool(self._wanted or self._book)
 
     @property
     def pinned(self) -> list[Node]:
@@ -88,8 +85,8 @@ class StoreQueue:
         """Nothing is known to be stored; what was being stored meanwhile may have gone too, so it is tried again."""
         for node in cache.tree:
             node.stored = False
-        for batch in self._batches.values():
-            batch.stored = bytearray(len(batch.nodes))
+        for batch in self._book:
+            batch.fold.lose()
 
     def _queue(self, cache: PageCache, node: Node) -> None:
         if self._staging:
@@ -99,7 +96,7 @@ class StoreQueue:
     def start(self, cache: PageCache, ranks: int, epoch: int) -> Store | None:
         """The next batch, its host pages pinned; None if there is nothing or enough under way."""
         nodes: list[Node] = []
-        while len(self._batches) < MAX_BATCHES and self._wanted and len(nodes) < MAX_STORE_PAGES:
+        while len(self._book) < MAX_BATCHES and self._wanted and len(nodes) < MAX_STORE_PAGES:
             node = self._wanted.popleft()
             if node.stale or node.pages[HOST] == NONE:
                 node.storing = False
@@ -110,8 +107,13 @@ class StoreQueue:
         if not nodes:
             return None
         self._transfers += 1
-        self._batches[self._transfers] = _Batch(
-            nodes, set(range(ranks)), bytearray(b"\1" * len(nodes))
+        self._book.open(
+            _Batch(
+                number=self._transfers,
+                left=set(range(ranks)),
+                fold=Each(len(nodes)),
+                nodes=nodes,
+            )
         )
         return Store(
             epoch,
@@ -121,18 +123,13 @@ class StoreQueue:
 
     def done(self, cache: PageCache, ack: StoreDone) -> None:
         """Fold one rank's acknowledgement. Raises ``ProtocolError``."""
-        batch = self._batches.get(ack.transfer)
-        if batch is None or ack.rank not in batch.waits_for or len(ack.stored) != len(batch.nodes):
-            raise ProtocolError(
-                f"rank {ack.rank} acknowledged {len(ack.stored)} pages of store {ack.transfer}, which it was not asked for"
-            )
-        batch.waits_for.remove(ack.rank)
-        batch.stored = bytearray(map(and_, batch.stored, ack.stored))
-        if not batch.waits_for:
-            del self._batches[ack.transfer]
-            for node, stored in zip(batch.nodes, batch.stored, strict=True):
-                self._settle(cache, node, bool(stored))
-            cache.tree.unpin(batch.nodes, HOST)
+        batch = self._book.acknowledged(ack.rank, ack.transfer, ack.stored, len(ack.stored))
+        if batch.left:
+            return
+        self._book.close(batch)
+        for node, stored in zip(batch.nodes, batch.fold.pages, strict=True):
+            self._settle(cache, node, bool(stored))
+        cache.tree.unpin(batch.nodes, HOST)
 
     def _settle(self, cache: PageCache, node: Node, stored: bool) -> None:
         node.tries += 1
@@ -149,5 +146,5 @@ class StoreQueue:
 
     def clear(self) -> None:
         self._wanted.clear()
-        self._batches.clear()
+        self._book.clear()
         self._refused.clear()

@@ -9,12 +9,12 @@ not saved again, and a page does not need its parent's host page.
 """
 
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from forebay.core.messages import Backup, Copy, ProtocolError, TransferDone
+from forebay.core.messages import Backup, Copy, TransferDone
 from forebay.core.page_cache import PageCache
+from forebay.core.transfers.transfer import Leading, Transfer, TransferBook
 from forebay.core.tree import DEVICE, HOST, NONE, Node
 
 MAX_BACKUP_PAGES = 128
@@ -33,12 +33,9 @@ class WritePolicy(StrEnum):
     WRITE_BACK = "write-back"
 
 
-@dataclass(slots=True)
-class _InFlight:
-    nodes: list[Node]
-    pages: list[int]
-    waits_for: set[int]
-    saved: int  # MIN over the ranks heard so far
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Saving(Transfer[Leading]):
+    copies: list[tuple[Node, int]]  # a node, and the host page that its device page is copied to
 
 
 class BackupQueue:
@@ -47,16 +44,13 @@ class BackupQueue:
     def __init__(self, staging: bool) -> None:
         self._staging = staging
         self._wanted: deque[Node] = deque()
-        self._in_flight: dict[int, _InFlight] = {}
+        self._book: TransferBook[_Saving] = TransferBook("transfer")
         self._transfers = 0
 
     @property
-    def in_flight(self) -> dict[int, Sequence[tuple[Node, int]]]:
-        """(node, host page) of each transfer under way, for the invariants."""
-        return {
-            number: list(zip(flight.nodes, flight.pages, strict=True))
-            for number, flight in self._in_flight.items()
-        }
+    def in_flight(self) -> dict[int, list[tuple[Node, int]]]:
+        """Of each transfer under way, the nodes that are being copied, with their host pages."""
+        return {transfer.number: transfer.copies for transfer in self._book}
 
     def want(self, node: Node) -> None:
         if self._staging and (node.stored or node.storing):
@@ -67,56 +61,52 @@ class BackupQueue:
 
     def start(self, cache: PageCache, ranks: int) -> Backup | None:
         """The next batch, its host pages taken and its device pages pinned; None if there is nothing, or no room."""
-        nodes: list[Node] = []
-        pages: list[int] = []
+        copies: list[tuple[Node, int]] = []
         passed_over = 0
         if not cache.host.capacity:
             self._wanted.clear()
         for _ in range(len(self._wanted)):
-            if len(nodes) == MAX_BACKUP_PAGES or passed_over == MAX_PASSED_OVER:
+            if len(copies) == MAX_BACKUP_PAGES or passed_over == MAX_PASSED_OVER:
                 break
             node = self._wanted.popleft()
             page = cache.begin_backup(node) if self._may_be_saved(node) else None
             if page is not None:
-                nodes.append(node)
-                pages.append(page)
+                copies.append((node, page))
             elif self._stays_wanted(node):
                 self._wanted.append(node)  # behind all others, as its descendants will be
                 passed_over += 1
                 continue
             node.wanted = False
-        if not nodes:
+        if not copies:
             return None
         self._transfers += 1
-        self._in_flight[self._transfers] = _InFlight(nodes, pages, set(range(ranks)), len(nodes))
-        return Backup(
-            self._transfers,
-            tuple(Copy(node.page, page) for node, page in zip(nodes, pages, strict=True)),
+        self._book.open(
+            _Saving(
+                number=self._transfers,
+                left=set(range(ranks)),
+                fold=Leading(len(copies), ranks),
+                copies=copies,
+            )
         )
+        return Backup(self._transfers, tuple(Copy(node.page, page) for node, page in copies))
 
     def done(self, cache: PageCache, ack: TransferDone) -> list[Node]:
-        """Fold one rank's acknowledgement; the nodes that are in host memory now. Raises ``ProtocolError``."""
-        flight = self._in_flight.get(ack.transfer)
-        if (
-            flight is None
-            or ack.rank not in flight.waits_for
-            or not 0 <= ack.pages <= len(flight.nodes)
-        ):
-            raise ProtocolError(
-                f"rank {ack.rank} acknowledged {ack.pages} pages of transfer {ack.transfer}, which it was not asked for"
-            )
-        flight.waits_for.remove(ack.rank)
-        flight.saved = min(flight.saved, ack.pages)
-        if flight.waits_for:
+        """Fold one rank's acknowledgement; the nodes that are in host memory now.
+
+        Raises ``ProtocolError``.
+        """
+        transfer = self._book.acknowledged(ack.rank, ack.transfer, ack.pages, ack.pages)
+        if transfer.left:
             return []
-        del self._in_flight[ack.transfer]
-        for index, (node, page) in enumerate(zip(flight.nodes, flight.pages, strict=True)):
-            cache.end_backup(node, page, index < flight.saved)
-        return [node for node in flight.nodes if node.pages[HOST] != NONE]
+        self._book.close(transfer)
+        saved = transfer.fold.pages
+        for index, (node, page) in enumerate(transfer.copies):
+            cache.end_backup(node, page, index < saved)
+        return [node for node, _ in transfer.copies if node.pages[HOST] != NONE]
 
     def clear(self) -> None:
         self._wanted.clear()
-        self._in_flight.clear()
+        self._book.clear()
 
     def _stays_wanted(self, node: Node) -> bool:
         """There is something to save, and it waits for a host page, its own or an ancestor's."""
