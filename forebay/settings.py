@@ -18,8 +18,8 @@ from typing import Annotated, Any
 
 import msgspec
 
-from forebay.core.tickets import FetchPolicy
 from forebay.core.transfers.backup import WritePolicy
+from forebay.core.transfers.policy import FetchPolicy
 
 ENVIRONMENT_PREFIX = "FOREBAY_"
 OTHER_VARIABLES = frozenset({"FOREBAY_CACHE_DIR"})

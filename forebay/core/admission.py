@@ -7,8 +7,8 @@ from forebay.core.messages import Usage
 from forebay.core.pace import work_of
 from forebay.core.replica import Replica
 from forebay.core.request import Request
-from forebay.core.tickets import release_ready
 from forebay.core.transfers.backup import SELECTIVE_HITS, WritePolicy
+from forebay.core.transfers.tickets import release_ready
 from forebay.core.tree import DEVICE, HOST, NONE, Node
 
 PREFIX_WINDOW = 64

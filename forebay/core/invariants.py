@@ -22,10 +22,10 @@ I17 every stored page that was asked for is used, unused for one reason, brought
 from collections import Counter
 
 from forebay.core.building import overtakes_allowed
+from forebay.core.lifecycle import Phase, RequestState
 from forebay.core.page_cache import PageCache
 from forebay.core.pages import Owner, PagePool
 from forebay.core.replica import Replica
-from forebay.core.request import Phase, RequestState
 from forebay.core.tree import NONE, TIERS, Tier
 
 STUB = [NONE, NONE]

@@ -7,7 +7,7 @@
 *Wanted*: the store has said that it has the page, and the tree had it in neither tier then. (On the staged route: each page that host
 memory was taken or lacking for, less what turns out not to be stored. A query that is never answered: all that it asked for.) A page
 that is asked for anew after a refusal is wanted once; one that is fetched again because its tree was lost is wanted again.
-At any time ``wanted == used + sum(unused) + brought`` and what is still under way (`TicketDesk.pages_under_way`): invariant I17.
+At any time ``wanted == used + sum(unused) + brought`` and what is still under way (`Tickets.pages_under_way`): invariant I17.
 """
 
 from collections import Counter

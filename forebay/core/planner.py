@@ -18,10 +18,10 @@ from dataclasses import dataclass, field
 from forebay.core import building
 from forebay.core.admission import admit
 from forebay.core.hashing import root_hash
+from forebay.core.lifecycle import Cause, Phase, RequestState, move
 from forebay.core.messages import (
     MAX_REQUEST_ID_CHARS,
     Abort,
-    Cancel,
     CancelFlush,
     FetchProgress,
     FinishReason,
@@ -38,18 +38,18 @@ from forebay.core.messages import (
     Store,
     StoreDone,
     Submit,
-    Ticket,
     TierUse,
     TransferDone,
 )
 from forebay.core.page_cache import PageCache
 from forebay.core.replica import InFlight, PlannerConfig, Replica
-from forebay.core.request import Phase, Request, RequestState
+from forebay.core.request import Request
 from forebay.core.spans import SpanKind, TimedSpan
-from forebay.core.staged import StagedOrder
 from forebay.core.statistics import Counters, tier_use
-from forebay.core.tickets import Hint, Query, QueryDone, release_ready
+from forebay.core.transfers.lookup import Hint, Query, QueryDone
+from forebay.core.transfers.routes import FetchOrder
 from forebay.core.transfers.store import StoreEmptied, StoreWell
+from forebay.core.transfers.tickets import release_ready
 from forebay.core.tree import Tier
 
 MAX_FAULTS_ALONE = 2
@@ -113,7 +113,7 @@ class Effects:
 
     restart: str | None = None
     plan: Plan | None = None
-    orders: list[Ticket | Cancel | Store | StagedOrder] = field(default_factory=list)
+    orders: list[FetchOrder | Store] = field(default_factory=list)
     queries: list[Query] = field(default_factory=list)
     hints: list[Hint] = field(default_factory=list)
     outputs: list[Output] = field(default_factory=list)
@@ -293,7 +293,7 @@ class Planner:
             self.replica.waiting.remove(request)
         else:
             self.replica.stop_running(request)
-        request.state = RequestState.DONE
+        move(request, Cause.END)
         del self.replica.requests[request.request_id]
 
     # ------------------------------------------------------------------------------------------ plans
@@ -358,8 +358,7 @@ class Planner:
         unasked, replica.unasked = replica.unasked, []
         if not self.config.has_store:
             return
-        replica.tickets.grid_is_busy = bool(replica.in_flight)
-        replica.tickets.tick(replica.requests, replica.cache, now)
+        replica.tickets.tick(replica.requests, replica.cache, now, bool(replica.in_flight))
         for request in unasked:
             if request.state is RequestState.WAITING and request.phase is Phase.NOT_ASKED:
                 replica.tickets.ask(request, replica.cache, now)
@@ -367,13 +366,12 @@ class Planner:
     def _collect_orders(self) -> None:
         replica = self.replica
         assert replica.cache is not None
-        orders = replica.tickets.take_orders()
-        self._effects.queries += orders.queries
-        self._effects.hints += orders.hints
-        self._effects.orders += orders.tickets
+        effects = self._effects
+        effects.queries, effects.hints, orders = replica.tickets.take_orders()
+        effects.orders += orders
         store = replica.stores.start(replica.cache, self.config.ranks, self.epoch)
         if store is not None:
-            self._effects.orders.append(store)
+            effects.orders.append(store)
         replica.cache.end_transfers()
 
     def _heard_plan(self, rank: int) -> int:

@@ -8,14 +8,17 @@ from dataclasses import dataclass, field
 
 from forebay.core.digest import ZERO
 from forebay.core.ledger import FetchLedger
+from forebay.core.lifecycle import Cause, Phase, move
 from forebay.core.pace import Pace
 from forebay.core.page_cache import PageCache
-from forebay.core.request import Phase, Request, RequestState
+from forebay.core.request import Request
 from forebay.core.spans import TimedSpan
-from forebay.core.tickets import FetchPolicy, TicketDesk
 from forebay.core.transfers.backup import BackupQueue, WritePolicy
 from forebay.core.transfers.load import LoadQueue
+from forebay.core.transfers.policy import FetchPolicy, FetchRules
+from forebay.core.transfers.routes import StagedRoute, TicketRoute
 from forebay.core.transfers.store import StoreQueue
+from forebay.core.transfers.tickets import Tickets
 from forebay.core.waiting import WaitingQueue
 
 
@@ -113,7 +116,7 @@ class Replica:
     backups: BackupQueue = field(init=False)
     stores: StoreQueue = field(init=False)
     ledger: FetchLedger = field(default_factory=FetchLedger)  # of all epochs
-    tickets: TicketDesk = field(init=False)
+    tickets: Tickets = field(init=False)
     pace: Pace = field(default_factory=Pace)
     first_stage: Pace = field(default_factory=Pace)  # of its forward passes alone
     built: int = 0
@@ -134,14 +137,11 @@ class Replica:
         config = self.config
         self.backups = BackupQueue(config.staging)
         self.stores = StoreQueue(config.staging)
-        shape = (config.pp, config.tp)
-        self.tickets = TicketDesk(
-            config.page_size,
-            shape,
-            config.fetch_policy,
-            config.fetch_threshold,
+        self.tickets = Tickets(
+            FetchRules(config.fetch_policy, config.page_size, config.fetch_threshold),
+            (config.pp, config.tp),
+            StagedRoute if config.staged else TicketRoute,
             self.ledger,
-            config.staged,
         )
 
     def next_arrival(self) -> int:
@@ -170,7 +170,7 @@ class Replica:
     def start_epoch(
         self, epoch: int, device_pages: int, host_pages: int, s_per_token: float, now: float
     ) -> None:
-        self.tickets.epoch = epoch
+        self.tickets.start_epoch(epoch)
         self.cache = PageCache(
             device_pages, host_pages, self.built, self.config.staging, self.ledger
         )
@@ -202,7 +202,7 @@ class Replica:
         self.stores.clear()
         self.tickets.clear()
         for request in self.requests.values():
-            request.phase = Phase.NOT_ASKED
+            move(request, Cause.LOSE_GRID)
             request.fetched = request.suspect or request.losses > 1
             request.asked_again = False
             request.ready.clear()
@@ -215,7 +215,7 @@ class Replica:
     def start_running(self, request: Request) -> None:
         """Take a slot; the caller has set the request's pages."""
         self.waiting.remove(request)
-        request.state = RequestState.RUNNING
+        move(request, Cause.ADMIT)
         request.slot = self._slots.pop()
         self.running.append(request)
         for index in range(len(request.nodes), request.length // self.config.page_size):
@@ -241,9 +241,9 @@ class Replica:
         """Back to waiting, at its old place. Its full pages stay cached until they are evicted."""
         self.stop_running(request)
         self.retractions += 1
+        move(request, Cause.RETRACT)
         self._wait_again(request)
 
     def _wait_again(self, request: Request) -> None:
         request.reset()
-        request.state = RequestState.WAITING
         self.waiting.add(request)

@@ -1,9 +1,5 @@
 """One request in the planner: what it asked for, where it stands, and which pages are its own.
 
-        WAITING --admit--> RUNNING --finish--> DONE
-           ^                  |
-           '-----retract------'      (also when its grid is lost)
-
         table:  [ page | page | page | page | page ]    what the workers' mirror holds once `sent` entries were sent
         nodes:  [ node | node | node ]                  pinned, one per full page; the rest of the table is the request's own
 
@@ -21,27 +17,12 @@ nobody else can have caused.
 """
 
 from dataclasses import dataclass
-from enum import Enum
 
 from forebay.core.hashing import TOKEN_BYTES, page_hash
+from forebay.core.lifecycle import Phase, RequestState
 from forebay.core.messages import FinishReason, Submit, Usage, unpack_tokens
 from forebay.core.spans import SpanKind, TimedSpan, request_number
 from forebay.core.tree import Node
-
-
-class RequestState(Enum):
-    WAITING = "waiting"
-    RUNNING = "running"
-    DONE = "done"
-
-
-class Phase(Enum):
-    """Where a waiting request stands with the store (`core.tickets`)."""
-
-    NOT_ASKED = "not asked"
-    ASKING = "asking"
-    FETCHING = "fetching"
-    SETTLED = "settled"
 
 
 @dataclass(frozen=True, slots=True)

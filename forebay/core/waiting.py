@@ -3,7 +3,8 @@
 import bisect
 from collections.abc import Iterator
 
-from forebay.core.request import Request, RequestState
+from forebay.core.lifecycle import RequestState
+from forebay.core.request import Request
 
 
 class WaitingQueue:

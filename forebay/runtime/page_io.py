@@ -28,7 +28,7 @@ from forebay.core.messages import (
     ToWorkerIo,
 )
 from forebay.core.spans import SpanKind
-from forebay.core.tickets import TICKETS_AT_ONCE
+from forebay.core.transfers.policy import TICKETS_AT_ONCE
 from forebay.observe.events import SpanRing
 from forebay.observe.figures import Meter
 from forebay.runtime.host_pool import HostPool

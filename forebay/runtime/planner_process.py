@@ -178,7 +178,6 @@ class PlannerProcess:
             self._planner.resume(now)
         self._turned_at = now
         events = self._drain(now)
-        self._telemetry.tickets.ended(events, now)
         while True:
             effects = self._planner.step(now, events)
             events = self._carry_out(effects)
@@ -246,7 +245,7 @@ class PlannerProcess:
                     self._ranks.order(order, self._io)
         except zmq.ZMQError as error:
             lost.append(GridLost(self._planner.epoch, f"a rank cannot be reached: {error}"))
-        self._telemetry.tickets.began(effects, time.monotonic())
+        self._telemetry.ended(effects.spans)
         for query in effects.queries:
             assert self._store is not None
             self._store.ask(query, self._wake)
@@ -471,7 +470,7 @@ def main() -> None:
             worker_template(boot, config, store),
             config,
             store,
-            Telemetry(meter, config.pp, config.tp),
+            Telemetry(meter),
         ).run()
 
 

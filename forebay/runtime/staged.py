@@ -1,4 +1,4 @@
-"""The staged route on one rank: it looks at what has come for it between its forwards, and never during one (`core.staged`).
+"""The staged route on one rank: it looks at what has come for it between its forwards, and never during one (`core.transfers.routes`).
 
     ticket channel --StagedTicket, StagedReturn, Cancel--> `take` (I/O thread) ---.
     fetch threads  --pages read-------------------------> `read` ----------------+--> inbox --> look: at once when no forward

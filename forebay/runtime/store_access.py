@@ -16,7 +16,7 @@ from queue import SimpleQueue
 import msgspec
 
 from forebay.core.messages import StoreHealth
-from forebay.core.tickets import QUERY_S, Hint, Query, QueryDone
+from forebay.core.transfers.lookup import QUERY_S, Hint, Query, QueryDone
 from forebay.observe.figures import Meter, StoreState
 from forebay.runtime.layouts import Layout, Manifest, match_prefix
 from forebay.runtime.metered_store import MeteredStore

@@ -19,8 +19,8 @@ from typing import Annotated, Any
 import msgspec
 
 from forebay.core.replica import PlannerConfig
-from forebay.core.tickets import FetchPolicy
 from forebay.core.transfers.backup import WritePolicy
+from forebay.core.transfers.policy import FetchPolicy
 from forebay.settings import HostMode, SettingsError, parse_size
 
 GB = 1e9

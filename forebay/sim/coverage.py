@@ -25,7 +25,7 @@ from forebay.core.messages import (
     TransferDone,
 )
 from forebay.core.planner import Event, GridLost, GridReady
-from forebay.core.tickets import QueryDone
+from forebay.core.transfers.lookup import QueryDone
 from forebay.sim.faults import Activity, FaultKind, RequestPoint
 
 EVENTS: tuple[type[Event], ...] = (

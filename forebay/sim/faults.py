@@ -9,9 +9,10 @@ import random
 from dataclasses import dataclass
 from enum import StrEnum
 
+from forebay.core.lifecycle import Phase, RequestState
 from forebay.core.messages import GridState
 from forebay.core.planner import Planner
-from forebay.core.request import Phase, Request, RequestState
+from forebay.core.request import Request
 from forebay.sim.preset import Preset
 
 

@@ -28,7 +28,7 @@ from forebay.core.messages import (
 )
 from forebay.core.planner import Effects, Event, GridLost, GridReady, Planner
 from forebay.core.sampling import SamplingParams
-from forebay.core.tickets import Query, QueryDone
+from forebay.core.transfers.lookup import Query, QueryDone
 from forebay.core.tree import TIERS
 from forebay.sim.checkers import ClientChecker, FenceChecker, check_stored
 from forebay.sim.coverage import CONCERNING, Cell

@@ -4,8 +4,8 @@ import random
 from dataclasses import dataclass
 
 from forebay.core.replica import PlannerConfig
-from forebay.core.tickets import FetchPolicy
 from forebay.core.transfers.backup import WritePolicy
+from forebay.core.transfers.policy import FetchPolicy
 from forebay.sim.grid import Timing
 from forebay.sim.preset import Preset
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from forebay.core.messages import Output, Submit
 from forebay.core.planner import Effects, Event, GridReady, Planner
 from forebay.core.sampling import SamplingParams
-from forebay.core.tickets import Query, QueryDone
+from forebay.core.transfers.lookup import Query, QueryDone
 from forebay.settings import FetchRoute
 from forebay.sim.cluster import Cluster
 from forebay.sim.heap import EventHeap

@@ -32,7 +32,7 @@ from forebay.core.messages import (
     Ticket,
     TransferDone,
 )
-from forebay.core.tickets import TICKETS_AT_ONCE
+from forebay.core.transfers.policy import TICKETS_AT_ONCE
 from forebay.sim.cluster import Cluster, StagedLook
 from forebay.sim.cores import Cores
 from forebay.sim.devices import Link

@@ -18,7 +18,8 @@ from forebay.core.messages import (
     Ticket,
 )
 from forebay.core.planner import GridLost, GridReady
-from forebay.core.tickets import TICKETS_AT_ONCE, FetchPolicy, QueryDone
+from forebay.core.transfers.lookup import QueryDone
+from forebay.core.transfers.policy import TICKETS_AT_ONCE, FetchPolicy
 from tests.core.test_tickets import BUSY, StoreDesk, ask, issue, progress, store_desk
 
 OTHER = list(range(101, 122))

@@ -2,6 +2,7 @@
 
 import pytest
 
+from forebay.core.lifecycle import Phase
 from forebay.core.messages import (
     Abort,
     Cancel,
@@ -11,8 +12,7 @@ from forebay.core.messages import (
     StagedTicket,
 )
 from forebay.core.planner import Effects
-from forebay.core.request import Phase
-from forebay.core.tickets import FetchPolicy
+from forebay.core.transfers.policy import FetchPolicy
 from tests.core.test_tickets import BUSY, StoreDesk, ask, host_in_use, store_desk
 
 OTHER = list(range(30, 48))  # four full pages and two tokens

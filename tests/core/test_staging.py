@@ -1,8 +1,8 @@
 """Host pages in staging mode, by stories: there for the time of a transfer. Pages hold 4 tokens, a plan's chunk 8."""
 
 from forebay.core.messages import Abort, Plan, PlanDone, Sample, Store, StoreDone, TransferDone
-from forebay.core.tickets import QueryDone
 from forebay.core.transfers.backup import WritePolicy
+from forebay.core.transfers.lookup import QueryDone
 from forebay.core.tree import Tier
 from tests.core.test_tickets import (
     StoreDesk,

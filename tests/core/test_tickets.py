@@ -3,6 +3,7 @@
 import pytest
 
 from forebay.core.admission import HEAD_START
+from forebay.core.lifecycle import Phase
 from forebay.core.messages import (
     Abort,
     Cancel,
@@ -20,11 +21,13 @@ from forebay.core.messages import (
 )
 from forebay.core.pace import PASS_WORK, work_of
 from forebay.core.planner import Effects, Event, GridLost, GridReady
-from forebay.core.request import Phase, Request
+from forebay.core.request import Request
 from forebay.core.sampling import SamplingParams
-from forebay.core.tickets import TICKETS_AT_ONCE, FetchPolicy, QueryDone, TicketDesk
 from forebay.core.transfers.backup import WritePolicy
+from forebay.core.transfers.lookup import QueryDone
+from forebay.core.transfers.policy import TICKETS_AT_ONCE, FetchPolicy
 from forebay.core.transfers.store import StoreEmptied, StoreWell
+from forebay.core.transfers.tickets import Tickets
 from forebay.core.tree import Tier
 from tests.core.conftest import Desk, make_desk, spans
 
@@ -215,13 +218,13 @@ def test_a_burst_that_gives_way_is_looked_through_once_a_step(
             issue(desk)  # from here on all give way to it
         desk.take(QueryDone(query.number, 0))
     assert len(desk.planner.replica.waiting) == 31
-    looked, waits = [], TicketDesk.waits
+    looked, waits = [], Tickets.waits
 
-    def counted(self: TicketDesk, request: Request) -> bool:
+    def counted(self: Tickets, request: Request) -> bool:
         looked.append(request.request_id)
         return waits(self, request)
 
-    monkeypatch.setattr(TicketDesk, "waits", counted)
+    monkeypatch.setattr(Tickets, "waits", counted)
     assert desk.take().plan is None
     assert len(looked) <= 2 * 31
 

@@ -8,7 +8,7 @@ import psutil
 import pytest
 
 from forebay import LLM, RequestOutput, SamplingParams
-from forebay.core.tickets import TICKETS_AT_ONCE
+from forebay.core.transfers.policy import TICKETS_AT_ONCE
 from forebay.store.backends import directory
 from tests.frontend.tiny_text import CONTEXT, write_random_weights, write_text_model
 

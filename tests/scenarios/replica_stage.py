@@ -34,8 +34,9 @@ from forebay.core.messages import (
 from forebay.core.planner import Effects, Event, GridLost, GridReady, Planner
 from forebay.core.replica import PlannerConfig
 from forebay.core.sampling import SamplingParams
-from forebay.core.tickets import FetchPolicy, QueryDone
 from forebay.core.transfers.backup import WritePolicy
+from forebay.core.transfers.lookup import QueryDone
+from forebay.core.transfers.policy import FetchPolicy
 from tests.scenarios.script import ScriptError, listed, options, tokens_of
 
 DEFAULTS: dict[str, object] = {

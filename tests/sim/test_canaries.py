@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 import pytest
 
-from forebay.core import admission, building, planner, request, tickets
+from forebay.core import admission, building, planner, request
 from forebay.core.digest import PlanDigest
 from forebay.core.ledger import FetchLedger
 from forebay.core.messages import (
@@ -22,10 +22,12 @@ from forebay.core.page_cache import PageCache
 from forebay.core.pages import Owner
 from forebay.core.replica import InFlight, Replica
 from forebay.core.request import Request
-from forebay.core.tickets import TicketDesk, _Flight
+from forebay.core.transfers import lookup
 from forebay.core.transfers.backup import BackupQueue
+from forebay.core.transfers.fetch import Fetch, Fetches
 from forebay.core.transfers.load import LoadQueue
 from forebay.core.transfers.store import StoreQueue
+from forebay.core.transfers.tickets import Tickets
 from forebay.core.tree import NONE, Node, PrefixTree, Tier
 from forebay.sim.fuzz import CampaignError, run_campaign
 from forebay.sim.rank import FakeRank
@@ -235,7 +237,7 @@ def digest_without_remaps(patch: pytest.MonkeyPatch) -> None:
 
 
 def believe_the_rank_that_has_fetched_most(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(_Flight, "safe", property(lambda self: max(self.progress)))
+    patch.setattr(Fetch, "safe", property(lambda self: max(self.fold._reached)))
 
 
 def store_a_host_page_that_is_not_pinned(patch: pytest.MonkeyPatch) -> None:
@@ -267,15 +269,13 @@ def store_a_host_page_that_is_not_pinned(patch: pytest.MonkeyPatch) -> None:
 
 def forget_a_waiting_request_when_its_ticket_ends(patch: pytest.MonkeyPatch) -> None:
     """Nothing wakes a request whose ticket came short."""
-    wake = TicketDesk._wake
+    wake = Tickets._wake
 
-    def sleepy(
-        self: TicketDesk, flight: _Flight, cache: PageCache, now: float, ask_again: bool
-    ) -> None:
-        if flight.safe == len(flight.pages):
-            wake(self, flight, cache, now, ask_again)
+    def sleepy(self: Tickets, fetch: Fetch, cache: PageCache, now: float, ask_again: bool) -> None:
+        if fetch.safe == len(fetch.pages):
+            wake(self, fetch, cache, now, ask_again)
 
-    patch.setattr(TicketDesk, "_wake", sleepy)
+    patch.setattr(Tickets, "_wake", sleepy)
 
 
 def believe_a_failed_store(patch: pytest.MonkeyPatch) -> None:
@@ -288,9 +288,9 @@ def believe_a_failed_store(patch: pytest.MonkeyPatch) -> None:
 def trust_what_exist_said(patch: pytest.MonkeyPatch) -> None:
     """What a ticket has brought is not counted: exist had said that it is all there (field report P16)."""
     patch.setattr(
-        _Flight,
+        Fetch,
         "safe",
-        property(lambda self: min(self.progress) if self.running else len(self.pages)),
+        property(lambda self: self.fold.pages if self.left else len(self.pages)),
     )
 
 
@@ -352,7 +352,7 @@ def fetch_again_what_ended_a_rank(patch: pytest.MonkeyPatch) -> None:
 
 
 def give_no_reason_for_what_did_not_come(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(TicketDesk, "_count_pages", lambda self, flight, lost=0: None)
+    patch.setattr(Fetches, "_count_pages", lambda self, fetch, lost=0: None)
 
 
 def give_no_reason_for_what_a_lost_grid_had(patch: pytest.MonkeyPatch) -> None:
@@ -373,11 +373,20 @@ def call_what_is_evicted_unused_no_page(patch: pytest.MonkeyPatch) -> None:
 
 
 def count_a_refusal_that_is_asked_for_anew(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(
-        TicketDesk,
-        "_retry",
-        lambda self, request, refusal, cache, now: self.ask(request, cache, now),
-    )
+    """What was refused stays wanted though it is asked for again."""
+
+    def doubled(
+        self: Tickets,
+        request: Request,
+        why: str,
+        hashes: Sequence[bytes],
+        cache: PageCache,
+        now: float,
+    ) -> None:
+        self._ledger.wanted += len(hashes)
+        self.ask(request, cache, now)
+
+    patch.setattr(Tickets, "_retry", doubled)
 
 
 def take_another_keys_page_for_ours(patch: pytest.MonkeyPatch) -> None:
@@ -387,7 +396,7 @@ def take_another_keys_page_for_ours(patch: pytest.MonkeyPatch) -> None:
 
 def wait_for_a_store_that_is_down(patch: pytest.MonkeyPatch) -> None:
     """A query has no end of its own: who asks a store that is not there waits for ever."""
-    patch.setattr(tickets, "QUERY_S", math.inf)
+    patch.setattr(lookup, "QUERY_S", math.inf)
 
 
 CANARIES: list[Patch] = [

@@ -36,7 +36,8 @@ from forebay.core.messages import (
 from forebay.core.planner import Effects, Event, GridReady, Planner
 from forebay.core.replica import PlannerConfig
 from forebay.core.sampling import SamplingParams
-from forebay.core.tickets import FetchPolicy, QueryDone
+from forebay.core.transfers.lookup import QueryDone
+from forebay.core.transfers.policy import FetchPolicy
 from forebay.sim.fake_store import FakeStore
 from forebay.sim.grid import Acknowledgement, FakeGrid, Reports, Timing
 from forebay.sim.heap import EventHeap

@@ -41,11 +41,6 @@ class Leading:
     def pages(self) -> int:
         return min(self._reached)
 
-    @property
-    def most(self) -> int:
-        """What the rank that is farthest has."""
-        return max(self._reached)
-
     def allows(self, rank: int, word: int) -> bool:
         return self._reached[rank] <= word <= self._pages
 

@@ -126,24 +126,26 @@ def obey_as_rank() -> None:
 
 
 def obey_as_planner() -> None:
-    from forebay.core import building, tickets
+    from forebay.core import building
     from forebay.core.ledger import FetchLedger
     from forebay.core.messages import unpack_tokens
     from forebay.core.replica import Replica
     from forebay.core.request import Request
+    from forebay.core.transfers import lookup, policy
+    from forebay.core.transfers.tickets import Tickets
     from forebay.runtime import store_access
 
     given = json.loads(PLANNER or "{}")
     if given.get("always_fetch"):
-        tickets.TicketDesk._pays = lambda *_: True  # type: ignore[method-assign]
-    for module in (tickets, store_access):
+        policy.FetchRules.pays = lambda *_: True  # type: ignore[method-assign]
+    for module in (lookup, store_access):
         for name in ("QUERY_S", "MAX_RETRIES"):
             if name in given and hasattr(module, name):
                 setattr(module, name, given[name])
     if "patience_s" in given:
-        tickets.TicketDesk._patience = lambda *_: given["patience_s"]  # type: ignore[method-assign]
+        policy.FetchRules.patience_s = lambda *_: given["patience_s"]  # type: ignore[method-assign]
     forced: set[tuple[str, str]] = set()
-    issue = tickets.TicketDesk._issue
+    issue = Tickets._issue
 
     def is_due(what: str, request: Request) -> bool:
         """Whether ``what`` is still to be done to the request, which its prompt's last token says; once."""
@@ -163,12 +165,12 @@ def obey_as_planner() -> None:
             ):
                 replica.retract(request)
 
-    def issue_or_refuse(desk: tickets.TicketDesk, request: Request, *rest: Any) -> None:
-        share, issued = tickets.HOLD_SHARE, desk.outcomes["issued"]
+    def issue_or_refuse(desk: Tickets, request: Request, *rest: Any) -> None:
+        share, issued = policy.HOLD_SHARE, desk.outcomes["issued"]
         if is_due("refuse_after", request):
-            tickets.HOLD_SHARE = 0.0
+            policy.HOLD_SHARE = 0.0
         issue(desk, request, *rest)
-        tickets.HOLD_SHARE = share
+        policy.HOLD_SHARE = share
         if desk.outcomes["issued"] > issued:
             log(TICKET + request.request_id, THE_PLANNER)
 
@@ -184,7 +186,7 @@ def obey_as_planner() -> None:
         before(
             Replica, "retract", lambda _, request: log(RETRACTED + request.request_id, THE_PLANNER)
         )
-        tickets.TicketDesk._issue = issue_or_refuse  # type: ignore[method-assign]
+        Tickets._issue = issue_or_refuse  # type: ignore[method-assign]
 
 
 try:
