@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -36,6 +37,8 @@ def load_served_model(path: Path, name: str, max_context: int) -> ServedModel:
 
     config = load_config(path)
     tokenizer = Tokenizer(path)
+    for warning in tokenizer.warnings:
+        print(f"forebay: warning: {name}: {warning}", file=sys.stderr, flush=True)
     end = () if tokenizer.eos_id is None else (tokenizer.eos_id,)
     return ServedModel(
         name,

@@ -14,7 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from forebay.models.config_reader import ConfigReader
 from forebay.models.errors import ModelError
+from forebay.models.rope_scaling import RopeScaling, read_rope
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -56,23 +58,6 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         mlp_bias=False, qk_norm=True, head_dim=128, kv_heads=32, max_context=32768
     ),
 }
-
-
-@dataclass(frozen=True, slots=True)
-class RopeScaling:
-    """Change to the rotary frequencies: `kind` is linear, llama3 or yarn; unused fields keep their defaults."""
-
-    kind: str
-    factor: float
-    original_max_context: int = 0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    attention_factor: float | None = None
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    mscale: float = 0.0
-    mscale_all_dim: float = 0.0
-    truncate: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,13 +126,15 @@ def parse_config(raw: Mapping[str, Any], generation: Mapping[str, Any], where: s
             f"{where}: architecture {name!r} is not supported; allowed: {', '.join(sorted(ARCHITECTURES))}; use a model of one of these"
         )
     assert isinstance(name, str)
-    read = _Reader(raw, where)
+    read = ConfigReader(raw, where)
     heads = read.size("num_attention_heads")
     hidden_size = read.size("hidden_size")
-    max_context = read.size("max_position_embeddings", architecture.max_context)
+    rope = read_rope(raw, read.size("max_position_embeddings", architecture.max_context), where)
+    max_context = rope.max_context
     if max_context > MAX_CONTEXT:
         raise ModelError(
-            f"{where}: max_position_embeddings is {max_context}; at most {MAX_CONTEXT} is supported; check the file"
+            f"{where}: max_position_embeddings, with its rope scaling, is {max_context}; at most "
+            f"{MAX_CONTEXT} is supported; check the file"
         )
     head_dim = read.size("head_dim", architecture.head_dim or hidden_size // heads)
     _refuse_unsupported(raw, architecture, max_context, where)
@@ -161,7 +148,6 @@ def parse_config(raw: Mapping[str, Any], generation: Mapping[str, Any], where: s
             f"{where}: {heads} heads cannot share {kv_heads} key/value heads; check the file"
         )
     attention_bias = read.flag("attention_bias", False)
-    rope_theta, rope_scaling = _rope(raw, max_context, where)
     return ModelConfig(
         architecture=name,
         layers=read.size("num_hidden_layers"),
@@ -173,8 +159,8 @@ def parse_config(raw: Mapping[str, Any], generation: Mapping[str, Any], where: s
         vocab_size=read.size("vocab_size"),
         max_context=max_context,
         norm_eps=read.number("rms_norm_eps", 1e-6),
-        rope_theta=rope_theta,
-        rope_scaling=rope_scaling,
+        rope_theta=rope.theta,
+        rope_scaling=rope.scaling,
         tied_embeddings=read.flag("tie_word_embeddings", False),
         qkv_bias=attention_bias if architecture.qkv_bias is None else architecture.qkv_bias,
         o_bias=attention_bias if architecture.o_bias is None else architecture.o_bias,
@@ -204,41 +190,6 @@ def _read_json(path: Path) -> dict[str, Any]:
             f"{path}: holds {type(value).__name__}, expected a JSON object; fetch the model again"
         )
     return value
-
-
-@dataclass(frozen=True, slots=True)
-class _Reader:
-    """Typed access to the keys of one config.json. An explicit null counts as absent, as in Hugging Face configs."""
-
-    raw: Mapping[str, Any]
-    where: str
-
-    def size(self, key: str, default: int | None = None) -> int:
-        value = self.raw.get(key)
-        value = default if value is None else value
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ModelError(
-                f"{self.where}: {key} is {value!r}; it must be a whole number above 0; check the file"
-            )
-        return value
-
-    def number(self, key: str, default: float) -> float:
-        value = self.raw.get(key)
-        value = default if value is None else value
-        if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
-            raise ModelError(
-                f"{self.where}: {key} is {value!r}; it must be a number above 0; check the file"
-            )
-        return float(value)
-
-    def flag(self, key: str, default: bool) -> bool:
-        value = self.raw.get(key)
-        value = default if value is None else value
-        if not isinstance(value, bool):
-            raise ModelError(
-                f"{self.where}: {key} is {value!r}; it must be true or false; check the file"
-            )
-        return value
 
 
 def _refuse_unsupported(
@@ -307,59 +258,3 @@ def _token_ids(
             f"{where}: {key} is {value!r}; it must be a token id or a list of them; check the file"
         )
     return tuple(ids)
-
-
-def _rope(raw: Mapping[str, Any], max_context: int, where: str) -> tuple[float, RopeScaling | None]:
-    """Rotary base and scaling; newer files keep both under `rope_parameters`, older ones apart."""
-    parameters = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    theta = raw.get("rope_theta", parameters.get("rope_theta", 10000.0))
-    if raw.get("rope_parameters"):
-        theta = parameters.get("rope_theta", theta)
-    if not isinstance(theta, int | float) or theta <= 0:
-        raise ModelError(
-            f"{where}: rope_theta is {theta!r}; it must be a number above 0; check the file"
-        )
-    if parameters.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ModelError(
-            f"{where}: partial_rotary_factor other than 1.0 is not supported; use another model"
-        )
-    kind = parameters.get("rope_type", parameters.get("type", "default"))
-    if kind == "default":
-        return float(theta), None
-    if kind not in ("linear", "llama3", "yarn"):
-        raise ModelError(
-            f"{where}: rope scaling {kind!r} is not supported; allowed: default, linear, llama3, yarn; use another model"
-        )
-    return float(theta), _scaling(kind, parameters, max_context, raw, where)
-
-
-def _scaling(
-    kind: str, parameters: Mapping[str, Any], max_context: int, raw: Mapping[str, Any], where: str
-) -> RopeScaling:
-    read = _Reader(parameters, f"{where} (rope scaling)")
-    original = parameters.get("original_max_position_embeddings") or raw.get(
-        "original_max_position_embeddings"
-    )
-    if kind != "linear" and original is None:
-        raise ModelError(
-            f"{where}: rope scaling {kind} needs original_max_position_embeddings; check the file"
-        )
-    for key in (
-        ("factor",) if kind != "llama3" else ("factor", "low_freq_factor", "high_freq_factor")
-    ):
-        if parameters.get(key) is None:
-            raise ModelError(f"{where}: rope scaling {kind} needs {key}; check the file")
-    attention_factor = parameters.get("attention_factor")
-    return RopeScaling(
-        kind=kind,
-        factor=read.number("factor", 1.0),
-        original_max_context=int(original or max_context),
-        low_freq_factor=read.number("low_freq_factor", 1.0),
-        high_freq_factor=read.number("high_freq_factor", 4.0),
-        attention_factor=None if attention_factor is None else float(attention_factor),
-        beta_fast=read.number("beta_fast", 32.0),
-        beta_slow=read.number("beta_slow", 1.0),
-        mscale=float(parameters.get("mscale") or 0.0),
-        mscale_all_dim=float(parameters.get("mscale_all_dim") or 0.0),
-        truncate=read.flag("truncate", True),
-    )

@@ -13,6 +13,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
@@ -27,16 +28,19 @@ import numpy.typing as npt
 import platformdirs
 
 from forebay.models.errors import ModelError
-from forebay.models.gguf_tokenizer import build_tokenizer
+from forebay.models.gguf_parts import check_part, gguf_parts
+from forebay.models.gguf_tokenizer import build_tokenizer, end_ids
 
-CONVERTER_VERSION = 1
+CONVERTER_VERSION = 2
 _EDGE_BYTES = 64 * 1024
 _MAGIC = b"GGUF"
 
+ROPE_FACTORS = "rope_freqs"  # no weight of the model: it goes into config.json
 _NAMES: Mapping[str, str] = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
     "output": "lm_head",
+    "rope_freqs": ROPE_FACTORS,
 }
 _LAYER_NAMES: Mapping[str, str] = {
     "attn_norm": "input_layernorm",
@@ -97,7 +101,8 @@ def convert_gguf(file: Path) -> Path:
     cannot be served, or when the cache directory cannot be written.
     """
     file = Path(file)
-    name = f"{file.stem}-{_content_hash(file)[:16]}"
+    contents = hashlib.sha256("".join(map(_content_hash, gguf_parts(file))).encode()).hexdigest()
+    name = f"{file.stem}-{contents[:16]}"
     target = cache_dir() / "models" / name
     if target.is_dir():
         return target
@@ -164,7 +169,9 @@ def _sync(path: Path) -> None:
 def _write_directory(file: Path, into: Path) -> None:
     metadata, sources = _read(file)
     tokenizer, settings = build_tokenizer(metadata, str(file))
-    _write_json(into / "config.json", _config(metadata, sources, file))
+    factors = _rope_factors(sources, file)
+    sources = [source for source in sources if not source.name.startswith(ROPE_FACTORS)]
+    _write_json(into / "config.json", _config(metadata, sources, factors, file))
     _write_json(into / "tokenizer_config.json", settings)
     tokenizer.save(str(into / "tokenizer.json"))
     try:
@@ -182,16 +189,20 @@ def _write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 
 def _read(file: Path) -> tuple[dict[str, Any], list[_Source]]:
-    """Metadata by key, and the tensors under their Hugging Face names."""
-    from gguf import GGUFReader  # costs 100 ms; only a conversion needs it
-
-    try:
-        reader = GGUFReader(file)
-        metadata = {key: field.contents() for key, field in reader.fields.items()}
-    except (ValueError, IndexError, KeyError, TypeError, OSError) as error:
-        if unknown := re.search(r"(\d+)\)? is not a valid GGMLQuantizationType", str(error)):
-            raise _unknown_quantisation(file, unknown[1]) from None
-        raise ModelError(f"{file}: damaged or truncated ({error}); fetch it again") from None
+    """Metadata by key, and the tensors under their Hugging Face names, of all parts."""
+    parts = gguf_parts(file)
+    readers = [_open(part) for part in parts]
+    metadata = _metadata(readers[0], file)
+    for number, (part, reader) in enumerate(zip(parts, readers, strict=True)):
+        own = metadata if number == 0 else _metadata(reader, part)
+        check_part(part, number, len(parts), own)
+    tensors = [tensor for reader in readers for tensor in reader.tensors]
+    promised = metadata.get("split.tensors.count", len(tensors))
+    if promised != len(tensors):
+        raise ModelError(
+            f"{file}: its {len(parts)} parts hold {len(tensors)} of {promised} tensors; fetch them "
+            "again"
+        )
     name = str(metadata.get("general.architecture"))
     if name not in _FAMILIES:
         raise ModelError(
@@ -200,13 +211,31 @@ def _read(file: Path) -> tuple[dict[str, Any], list[_Source]]:
     read = _Metadata(metadata, file)
     heads = read.size("attention.head_count")
     permuted = {"attn_q": heads, "attn_k": read.size("attention.head_count_kv", heads)}
-    for tensor in reader.tensors:
+    for tensor in tensors:
         if not _can_dequantise(tensor.tensor_type):
             raise _unknown_quantisation(file, tensor.tensor_type.name)
     return metadata, [
-        _source(tensor, permuted if _FAMILIES[name].is_permuted else {}, file)
-        for tensor in reader.tensors
+        _source(tensor, permuted if _FAMILIES[name].is_permuted else {}, file) for tensor in tensors
     ]
+
+
+def _open(file: Path) -> Any:
+    """The library's reader of one file, which maps it."""
+    from gguf import GGUFReader  # costs 100 ms; only a conversion needs it
+
+    try:
+        return GGUFReader(file)
+    except (ValueError, IndexError, KeyError, TypeError, OSError) as error:
+        if unknown := re.search(r"(\d+)\)? is not a valid GGMLQuantizationType", str(error)):
+            raise _unknown_quantisation(file, unknown[1]) from None
+        raise ModelError(f"{file}: damaged or truncated ({error}); fetch it again") from None
+
+
+def _metadata(reader: Any, file: Path) -> dict[str, Any]:
+    try:
+        return {key: field.contents() for key, field in reader.fields.items()}
+    except (ValueError, IndexError, KeyError, TypeError) as error:
+        raise ModelError(f"{file}: damaged or truncated ({error}); fetch it again") from None
 
 
 def _can_dequantise(kind: Any) -> bool:
@@ -244,7 +273,22 @@ def _source(tensor: Any, permuted: Mapping[str, int], file: Path) -> _Source:
     )
 
 
-def _config(metadata: Mapping[str, Any], sources: list[_Source], file: Path) -> dict[str, Any]:
+def _rope_factors(sources: list[_Source], file: Path) -> list[float] | None:
+    """What each rotary frequency is divided by, where the file has a tensor for it (Llama 3.1)."""
+    from gguf.quants import dequantize
+
+    found = next((source for source in sources if source.name.startswith(ROPE_FACTORS)), None)
+    if found is None:
+        return None
+    try:
+        return [float(factor) for factor in dequantize(found.data, found.kind).reshape(-1)]
+    except (ValueError, IndexError) as error:
+        raise ModelError(f"{file}: rope_freqs cannot be read ({error}); fetch it again") from None
+
+
+def _config(
+    metadata: Mapping[str, Any], sources: list[_Source], factors: list[float] | None, file: Path
+) -> dict[str, Any]:
     """config.json; the dtype is bfloat16, since the weights were quantised from it and `--dtype auto` follows it."""
     names = {source.name: source for source in sources}
     if "model.embed_tokens.weight" not in names:
@@ -257,8 +301,7 @@ def _config(metadata: Mapping[str, Any], sources: list[_Source], file: Path) -> 
         read.size("embedding_length"),
         read.size("context_length"),
     )
-    eos = [metadata.get("tokenizer.ggml.eos_token_id"), metadata.get("tokenizer.ggml.eot_token_id")]
-    scaling = _rope_scaling(read)
+    scaling = _rope_scaling(read, factors)
     _refuse_window(read, context)
     return {
         "architectures": [_FAMILIES[read.family].architecture],
@@ -266,7 +309,7 @@ def _config(metadata: Mapping[str, Any], sources: list[_Source], file: Path) -> 
         "attention_bias": "model.layers.0.self_attn.q_proj.bias" in names,
         "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
         "dtype": "bfloat16",
-        "eos_token_id": list(dict.fromkeys(token for token in eos if token is not None)) or None,
+        "eos_token_id": end_ids(metadata, str(file)) or None,
         "head_dim": _head_dim(read, hidden // heads),
         "hidden_act": "silu",
         "hidden_size": hidden,
@@ -331,15 +374,33 @@ def _refuse_window(read: _Metadata, context: int) -> None:
         )
 
 
-def _rope_scaling(read: _Metadata) -> dict[str, Any] | None:
-    kind = read.value("rope.scaling.type", "none")
-    if kind == "none":
-        return None
-    if kind == "linear":
-        return {"rope_type": "linear", "factor": float(read.value("rope.scaling.factor"))}
-    raise ModelError(
-        f"{read.file}: rope scaling {kind!r} is not supported; allowed: none, linear; use another file"
-    )
+def _rope_scaling(read: _Metadata, factors: list[float] | None) -> dict[str, Any] | None:
+    """As config.json says it. A file with a factor and no type is linear, as llama.cpp reads it."""
+    factor = float(read.value("rope.scaling.factor", read.value("rope.scale_linear", 0.0)))
+    kind = read.value("rope.scaling.type", "linear" if factor not in (0.0, 1.0) else "none")
+    if kind not in ("none", "linear", "yarn"):
+        raise ModelError(
+            f"{read.file}: rope scaling {kind!r} is not supported; allowed: none, linear, yarn; use another file"
+        )
+    if kind == "linear" and not factor:
+        kind = "none"
+    scaling: dict[str, Any] = {"rope_type": "default" if kind == "none" else kind}
+    if kind != "none":
+        scaling["factor"] = factor or 1.0
+    if kind == "yarn":
+        original = read.size("rope.scaling.original_context_length", read.size("context_length"))
+        attention = float(
+            read.value("rope.scaling.attn_factor", read.value("rope.scaling.yarn_attn_factor", 1.0))
+        )
+        scaling |= {
+            "original_max_position_embeddings": original,
+            "attention_factor": attention * (0.1 * math.log(max(factor, 1.0)) + 1.0),
+            "beta_fast": float(read.value("rope.scaling.yarn_beta_fast", 32.0)),
+            "beta_slow": float(read.value("rope.scaling.yarn_beta_slow", 1.0)),
+        }
+    if factors is not None:
+        scaling["frequency_factors"] = factors
+    return None if scaling == {"rope_type": "default"} else scaling
 
 
 def _write_safetensors(path: Path, sources: list[_Source]) -> None:

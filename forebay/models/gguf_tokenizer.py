@@ -1,12 +1,14 @@
 """A tokenizer.json from the vocabulary inside a GGUF file.
 
-A GGUF states vocabulary, merges and special ids, and names its pre-tokenizer (`tokenizer.ggml.pre`) where Hugging Face
-files spell it out. The pipelines here are those that transformers builds for the same names; an unknown name is refused.
+A GGUF states vocabulary, merges and special ids, and names its pre-tokenizer (`tokenizer.ggml.pre`)
+where Hugging Face files spell it out (`gguf_splits`); an unknown name is refused. What the file
+does not say is what llama.cpp takes for it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from tokenizers import (
@@ -22,33 +24,73 @@ from tokenizers.models import BPE
 
 from forebay.models.byte_alphabet import byte_alphabet
 from forebay.models.errors import ModelError
+from forebay.models.gguf_splits import DEFAULT, SPLITS, Split
 
-_CONTROL, _USER_DEFINED = 3, 4  # tokenizer.ggml.token_type
+# Kinds of `tokenizer.ggml.token_type`; the rest is text.
+_UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 2, 3, 4, 5, 6
 
-_LLAMA3_SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+# Said at every start on such a file.
+_NO_PRE_TOKENIZER = (
+    "the file does not name its pre-tokenizer (tokenizer.ggml.pre); 'default' is taken, and texts "
+    "may be cut into other tokens than the model was trained on; fetch a newer conversion of it"
 )
-_QWEN2_SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+
+# Tokens that end a turn or a text, whatever else the file says about it (llama.cpp's list, as far
+# as the architectures served here have them).
+END_TOKENS = (
+    "<|im_end|>",
+    "<|eot_id|>",
+    "<|eom_id|>",
+    "<|end_of_text|>",
+    "<|endoftext|>",
+    "<|end|>",
+    "<end_of_turn>",
+    "<end_of_utterance>",
+    "<｜end▁of▁sentence｜>",
+    "<EOT>",
+    "_<EOT>",
+    "[EOT]",
+    "</s>",
 )
-# None is the plain byte-level split of GPT-2. For `smollm` that is transformers' reading; llama.cpp splits off single
-# digits first, which differs only where several spaces stand before a digit, as no merge of this family joins digits.
-_SPLITS: Mapping[str, str | None] = {
-    "default": None,
-    "gpt-2": None,
-    "smollm": None,
-    "llama3": _LLAMA3_SPLIT,
-    "llama-v3": _LLAMA3_SPLIT,
-    "llama-bpe": _LLAMA3_SPLIT,
-    "falcon3": _LLAMA3_SPLIT,
-    "smaug-bpe": _LLAMA3_SPLIT,
-    "qwen2": _QWEN2_SPLIT,
-    "deepseek-r1-qwen": _QWEN2_SPLIT,
-}
-# Whose text is composed (Unicode normalisation form C) before it is split, as the Hugging Face tokenizers of these models do it.
-_NORMALISED = ("qwen2",)
+
+
+@dataclass(frozen=True, slots=True)
+class _Vocabulary:
+    """`kinds`: one for each token."""
+
+    tokens: Sequence[str]
+    kinds: Sequence[int]
+    metadata: Mapping[str, Any]
+    where: str
+
+    def value(self, key: str, default: Any = None) -> Any:
+        found = self.metadata.get(f"tokenizer.ggml.{key}")
+        return default if found is None else found
+
+    def merges(self) -> list[tuple[str, str]]:
+        """As stated. A space may begin a token, so the one that divides is looked for behind it."""
+        found = []
+        for merge in self.value("merges", []):
+            at = merge.find(" ", 1)
+            if at < 0:
+                raise ModelError(
+                    f"{self.where}: its vocabulary and merges do not fit together (the merge "
+                    f"{merge!r} is no pair); use another file"
+                )
+            found.append((merge[:at], merge[at + 1 :]))
+        return found
+
+    def token(self, name: str, default: int | None = None) -> str | None:
+        """The spelling of the token that the file declares as `name`."""
+        index = self.value(f"{name}_token_id", default)
+        if index is None:
+            return None
+        if not isinstance(index, int) or not 0 <= index < len(self.tokens):
+            raise ModelError(
+                f"{self.where}: {name}_token_id is {index!r} and the vocabulary has "
+                f"{len(self.tokens)} tokens; fetch the file again or use another"
+            )
+        return self.tokens[index]
 
 
 def build_tokenizer(metadata: Mapping[str, Any], where: str) -> tuple[Tokenizer, dict[str, Any]]:
@@ -56,91 +98,159 @@ def build_tokenizer(metadata: Mapping[str, Any], where: str) -> tuple[Tokenizer,
 
     Raises ModelError, naming `where`, when the vocabulary is of a kind that cannot be rebuilt.
     """
-    kind = metadata.get("tokenizer.ggml.model")
+    vocabulary = _read_vocabulary(metadata, where)
+    kind = vocabulary.value("model")
+    if kind == "gpt2":
+        split = _split(vocabulary)
+        tokenizer, adds_bos = _byte_level(vocabulary, split), split.bos
+        defaults: tuple[int | None, ...] = (None, None, None)
+    elif kind == "llama":
+        tokenizer, adds_bos = _sentencepiece(vocabulary), True
+        defaults = (1, 2, 0)  # sentencepiece's own numbers of <s>, </s> and <unk>
+    else:
+        raise ModelError(
+            f"{where}: tokenizer {kind!r} is not supported; allowed: gpt2, llama; use another file"
+        )
+    _add_tokens(tokenizer, vocabulary)
+    settings: dict[str, Any] = {
+        "add_bos_token": bool(vocabulary.value("add_bos_token", adds_bos)),
+        "add_eos_token": bool(vocabulary.value("add_eos_token", False)),
+        "chat_template": metadata.get("tokenizer.chat_template"),
+        "tokenizer_class": "PreTrainedTokenizerFast",
+    }
+    if kind == "gpt2" and vocabulary.value("pre") is None:
+        settings["warnings"] = [_NO_PRE_TOKENIZER]
+    bos, eos, unknown = (
+        default if default is not None and default < len(vocabulary.tokens) else None
+        for default in defaults
+    )
+    for name, key, default in (
+        ("bos", "bos", bos),
+        ("eos", "eos", eos),
+        ("unk", "unknown", unknown),
+        ("pad", "padding", None),
+    ):
+        settings[f"{name}_token"] = vocabulary.token(key, default)
+    tokenizer.post_processor = _post_processor(tokenizer, settings)
+    return tokenizer, settings
+
+
+def end_ids(metadata: Mapping[str, Any], where: str) -> list[int]:
+    """Ids that end a text: those that the file declares, and control tokens known to end a turn.
+
+    A file often declares the end of a text alone, while its chat template ends turns by another.
+    """
+    vocabulary = _read_vocabulary(metadata, where)
+    default = 2 if vocabulary.value("model") == "llama" and len(vocabulary.tokens) > 2 else None
+    declared = [
+        vocabulary.value("eos_token_id", default),
+        vocabulary.value("eot_token_id"),
+        vocabulary.value("eom_token_id"),
+    ]
+    for name in ("eos", "eot", "eom"):
+        vocabulary.token(name)  # refuses what is no token
+    known = [
+        index
+        for index, (token, kind) in enumerate(zip(vocabulary.tokens, vocabulary.kinds, strict=True))
+        if token in END_TOKENS and kind in (_CONTROL, _USER_DEFINED)
+    ]
+    return list(dict.fromkeys([*(index for index in declared if index is not None), *known]))
+
+
+def _read_vocabulary(metadata: Mapping[str, Any], where: str) -> _Vocabulary:
     tokens = metadata.get("tokenizer.ggml.tokens")
     if not isinstance(tokens, list) or not tokens:
         raise ModelError(
             f"{where}: holds no tokenizer; use a .gguf file with one, or a Hugging Face directory"
         )
-    if kind == "gpt2":
-        tokenizer = _byte_level(tokens, metadata, where)
-    elif kind == "llama":
-        tokenizer = _sentencepiece(tokens, metadata, where)
-    else:
+    kinds = metadata.get("tokenizer.ggml.token_type") or [1] * len(tokens)
+    if len(kinds) != len(tokens):
         raise ModelError(
-            f"{where}: tokenizer {kind!r} is not supported; allowed: gpt2, llama; use another file"
+            f"{where}: has {len(tokens)} tokens and the kinds of {len(kinds)}; fetch it again or "
+            "use another file"
         )
-    _add_tokens(tokenizer, tokens, metadata.get("tokenizer.ggml.token_type") or [], kind)
-    settings: dict[str, Any] = {
-        "add_bos_token": bool(metadata.get("tokenizer.ggml.add_bos_token", kind == "llama")),
-        "add_eos_token": bool(metadata.get("tokenizer.ggml.add_eos_token", False)),
-        "chat_template": metadata.get("tokenizer.chat_template"),
-        "tokenizer_class": "PreTrainedTokenizerFast",
-    }
-    for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
-        token_id = metadata.get(f"tokenizer.ggml.{key}_token_id")
-        settings[f"{name}_token"] = None if token_id is None else tokens[token_id]
-    tokenizer.post_processor = _post_processor(tokenizer, settings)
-    return tokenizer, settings
+    return _Vocabulary(tokens, kinds, metadata, where)
 
 
-def _byte_level(tokens: Sequence[str], metadata: Mapping[str, Any], where: str) -> Tokenizer:
-    """Byte-level BPE. Tokens outside the byte alphabet are spelled into it, as the split text will be."""
-    name = metadata.get("tokenizer.ggml.pre", "default")
-    if name not in _SPLITS:
+def _split(vocabulary: _Vocabulary) -> Split:
+    """By the file's name for it, or the default for a file without one."""
+    name = vocabulary.value("pre")
+    if name is None:
+        return DEFAULT
+    if name not in SPLITS:
         raise ModelError(
-            f"{where}: pre-tokenizer {name!r} is not supported; allowed: {', '.join(sorted(_SPLITS))}; "
-            "use a Hugging Face directory of this model"
+            f"{vocabulary.where}: pre-tokenizer {name!r} is not supported; allowed: "
+            f"{', '.join(sorted(SPLITS))}; use a Hugging Face directory of this model"
         )
+    return SPLITS[name]
+
+
+def _byte_level(vocabulary: _Vocabulary, split: Split) -> Tokenizer:
+    """Byte-level BPE.
+
+    Tokens of text outside the byte alphabet are spelled into it, as the text itself will be.
+    Control and user-defined tokens are looked for in the text as it is and keep their spelling,
+    unless merges make them too.
+    """
     spelling = byte_alphabet()
     alphabet = set(spelling)
-    vocab = {
-        token
-        if set(token) <= alphabet
-        else "".join(spelling[byte] for byte in token.encode()): index
-        for index, token in enumerate(tokens)
-    }
-    merges = [tuple(merge.split(" ")) for merge in metadata.get("tokenizer.ggml.merges") or []]
+    merges = vocabulary.merges()
+    merged = {name for left, right in merges for name in (left, right, left + right)}
+    vocab: dict[str, int] = {}
+    for index, (token, kind) in enumerate(zip(vocabulary.tokens, vocabulary.kinds, strict=True)):
+        spelled = token
+        if not set(token) <= alphabet:
+            spelled = "".join(spelling[byte] for byte in token.encode())
+        if kind in (_CONTROL, _UNKNOWN, _USER_DEFINED) and spelled not in merged:
+            spelled = token
+        vocab.setdefault(spelled, index)
     tokenizer = _bpe(
-        where, vocab=vocab, merges=merges, continuing_subword_prefix="", end_of_word_suffix=""
+        vocabulary.where,
+        vocab=vocab,
+        merges=merges,
+        continuing_subword_prefix="",
+        end_of_word_suffix="",
+        ignore_merges=split.whole_words,
     )
-    split = _SPLITS[name]
-    if split is None:
-        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    else:
-        tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-            [
-                pre_tokenizers.Split(Regex(split), behavior="isolated"),
-                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-            ]
-        )
-    if name in _NORMALISED:
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            *(pre_tokenizers.Split(Regex(each), behavior="isolated") for each in split.patterns),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    if split.composed:
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
 
 
-def _sentencepiece(tokens: Sequence[str], metadata: Mapping[str, Any], where: str) -> Tokenizer:
-    """Sentencepiece BPE with byte fallback; merges from the file, or recovered from the vocabulary's scores."""
+def _sentencepiece(vocabulary: _Vocabulary) -> Tokenizer:
+    """Sentencepiece BPE; merges from the file, or recovered from the vocabulary's scores.
+
+    A space goes before every piece of text between control tokens, as sentencepiece does it,
+    unless the file says that none does. A character without a token becomes its bytes where all
+    bytes have tokens, and the unknown token otherwise.
+    """
+    tokens = vocabulary.tokens
     vocab = {token: index for index, token in enumerate(tokens)}
-    stated = metadata.get("tokenizer.ggml.merges")
-    merges = (
-        [tuple(merge.split(" ")) for merge in stated]
-        if stated
-        else _merges_from_scores(vocab, metadata["tokenizer.ggml.scores"])
+    prefix = bool(vocabulary.value("add_space_prefix", True))
+    unknown = vocabulary.token("unknown", 0)
+    tokenizer = _bpe(
+        vocabulary.where,
+        vocab=vocab,
+        merges=vocabulary.merges() or _merges_from_scores(vocabulary),
+        unk_token=unknown,
+        fuse_unk=True,
+        byte_fallback=all(f"<0x{byte:02X}>" in vocab for byte in range(256)),
     )
-    tokenizer = _bpe(where, vocab=vocab, merges=merges, fuse_unk=True, byte_fallback=True)
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(
-        replacement="▁", prepend_scheme="always", split=False
+    escape = normalizers.Replace(" ", "▁")
+    tokenizer.normalizer = (
+        normalizers.Sequence([normalizers.Prepend("▁"), escape]) if prefix else escape
     )
-    tokenizer.decoder = decoders.Sequence(
-        [
-            decoders.Replace("▁", " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
-            decoders.Strip(content=" ", left=1),
-        ]
-    )
+    joined = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    if prefix:
+        joined.append(decoders.Strip(content=" ", left=1))
+    tokenizer.decoder = decoders.Sequence(joined)
     return tokenizer
 
 
@@ -153,8 +263,22 @@ def _bpe(where: str, **options: Any) -> Tokenizer:
         ) from None
 
 
-def _merges_from_scores(vocab: Mapping[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
-    """Every way to cut a token into two tokens, best score first."""
+def _merges_from_scores(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
+    """Every way to cut a token of text into two tokens of text, best score first.
+
+    Control tokens are no text: were they made of pieces, a text could spell one.
+    """
+    scores = vocabulary.value("scores")
+    if not isinstance(scores, list) or len(scores) != len(vocabulary.tokens):
+        raise ModelError(
+            f"{vocabulary.where}: its vocabulary has neither merges nor a score for each token; "
+            "fetch it again or use another file"
+        )
+    vocab = {
+        token: index
+        for index, (token, kind) in enumerate(zip(vocabulary.tokens, vocabulary.kinds, strict=True))
+        if kind not in (_UNKNOWN, _CONTROL, _UNUSED, _BYTE)
+    }
     cuts: list[tuple[float, int, int, str, str]] = []
     for token, index in vocab.items():
         pairs = [
@@ -168,20 +292,21 @@ def _merges_from_scores(vocab: Mapping[str, int], scores: Sequence[float]) -> li
     return [(left, right) for *_, left, right in cuts]
 
 
-def _add_tokens(
-    tokenizer: Tokenizer, tokens: Sequence[str], kinds: Sequence[int], kind: str
-) -> None:
-    """Control tokens become special, user-defined ones plain added tokens; both are found whole in text.
-
-    A byte-level control token outside the byte alphabet is a mislabelled one (llama.cpp does that) and is left out.
+def _add_tokens(tokenizer: Tokenizer, vocabulary: _Vocabulary) -> None:
+    """Control tokens and the unknown one become special, user-defined ones plain added tokens; both
+    are found whole in text. A known end of a turn is special whatever kind the file gives it.
     """
-    alphabet = set(byte_alphabet())
     vocab = tokenizer.get_vocab(with_added_tokens=False)
-    for token, token_kind in zip(tokens, kinds, strict=False):
-        if token_kind == _CONTROL and (kind != "gpt2" or set(token) <= alphabet):
-            tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True)])
-        elif token_kind == _USER_DEFINED and token in vocab:
-            tokenizer.add_tokens([AddedToken(token, normalized=False, special=False)])
+    special, plain = [], []
+    for index, (token, kind) in enumerate(zip(vocabulary.tokens, vocabulary.kinds, strict=True)):
+        if not token or vocab.get(token) != index:  # merges make it, or it is there twice
+            continue
+        if kind in (_CONTROL, _UNKNOWN) or (kind == _USER_DEFINED and token in END_TOKENS):
+            special.append(AddedToken(token, normalized=False, special=True))
+        elif kind == _USER_DEFINED:
+            plain.append(AddedToken(token, normalized=False, special=False))
+    tokenizer.add_special_tokens(special)
+    tokenizer.add_tokens(plain)
 
 
 def _post_processor(tokenizer: Tokenizer, settings: Mapping[str, Any]) -> Any:

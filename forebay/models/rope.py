@@ -1,7 +1,8 @@
 """Rotary position embeddings: frequencies and tables.
 
 Plain: Su et al., "RoFormer" (arXiv 2104.09864), in the half-split form of the Hugging Face checkpoints. Scaled: linear
-(position interpolation, arXiv 2306.15595), Llama 3.1's by-parts rule, and YaRN (arXiv 2309.00071).
+(position interpolation, arXiv 2306.15595), Llama 3.1's by-parts rule, YaRN (arXiv 2309.00071), and a
+divisor for each frequency, as GGUF files state Llama 3.1's rule.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ import math
 import torch
 from torch import Tensor
 
-from forebay.models.config import ModelConfig, RopeScaling
+from forebay.models.config import ModelConfig
+from forebay.models.errors import ModelError
+from forebay.models.rope_scaling import RopeScaling
 
 
 def inverse_frequencies(config: ModelConfig) -> tuple[Tensor, float]:
@@ -21,12 +24,25 @@ def inverse_frequencies(config: ModelConfig) -> tuple[Tensor, float]:
     scaling = config.rope_scaling
     if scaling is None:
         return frequencies, 1.0
+    factor = 1.0
     if scaling.kind == "linear":
-        return frequencies / scaling.factor, 1.0
-    if scaling.kind == "llama3":
-        return _llama3(frequencies, scaling), 1.0
-    assert scaling.kind == "yarn", scaling
-    return _yarn(config.rope_theta, dim, scaling), _yarn_attention_factor(scaling)
+        frequencies = frequencies / scaling.factor
+    elif scaling.kind == "llama3":
+        frequencies = _llama3(frequencies, scaling)
+    elif scaling.kind == "yarn":
+        frequencies = _yarn(config.rope_theta, dim, scaling)
+        factor = _yarn_attention_factor(scaling)
+    else:
+        assert scaling.kind == "default", scaling
+    if scaling.frequency_factors:
+        factors = torch.tensor(scaling.frequency_factors, dtype=torch.float32)
+        if factors.shape != frequencies.shape:
+            raise ModelError(
+                f"the model has {len(factors)} rope frequency factors and heads of {dim} numbers "
+                f"need {dim // 2}; fetch it again"
+            )
+        frequencies = frequencies / factors
+    return frequencies, factor
 
 
 class RopeTable:

@@ -48,6 +48,7 @@ class Tokenizer:
         self._backend.no_padding()
         self._backend.no_truncation()
         settings = _read_settings(self.path / "tokenizer_config.json")
+        self.warnings: tuple[str, ...] = tuple(map(str, settings.get("warnings") or ()))
         self.bos_token = _special(settings, "bos_token")
         self.eos_token = _special(settings, "eos_token")
         self._names = {

@@ -63,6 +63,50 @@ def test_rope_under_both_names(read):
     assert read(rope_scaling={"type": "linear", "factor": 2.0}).rope_scaling.factor == 2.0
 
 
+@pytest.mark.parametrize(
+    ("positions", "scaling", "context"),
+    [
+        (256, {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}, 1024),
+        (1024, {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}, 1024),
+        (320, {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}, 1024),
+        (256, {"rope_type": "yarn", "factor": 4.0}, 1024),
+        (1024, {"rope_type": "yarn", "original_max_position_embeddings": 256}, 1024),
+        (256, {"rope_type": "linear", "factor": 2.0}, 512),
+        (256, {"rope_type": "dynamic", "factor": 2.0}, 256),
+        (
+            1024,
+            {
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 128,
+            },
+            1024,
+        ),
+        (256, None, 256),
+    ],
+)
+@pytest.mark.parametrize("name", ["rope_scaling", "rope_parameters"])
+def test_the_context_that_scaled_positions_reach(read, positions, scaling, context, name):
+    config = read(max_position_embeddings=positions, **{name: scaling})
+    assert config.max_context == context
+    if scaling is not None and scaling.get("rope_type") != "dynamic":
+        assert config.rope_scaling.factor in (2.0, 4.0, 8.0)
+
+
+def test_dynamic_scaling_changes_nothing_within_the_context(read):
+    assert read(rope_scaling={"rope_type": "dynamic", "factor": 4.0}) == read()
+
+
+def test_the_base_inside_the_parameters_counts_first(read):
+    assert read(rope_theta=5.0, rope_scaling={"type": "default", "rope_theta": 7.0}).rope_theta == 7
+    assert read(rope_parameters={"rope_type": "default", "rope_theta": 7.0}).rope_theta == 7
+    assert read(rope_theta=5.0).rope_theta == 5
+    by_layer = {"full_attention": {"rope_type": "default", "rope_theta": 9.0}}
+    assert read(rope_parameters=by_layer).rope_theta == 9
+
+
 def test_end_tokens_as_int_list_and_from_the_generation_config(read):
     assert read(eos_token_id=7).eos_ids == (7,)
     assert read(eos_token_id=[7, 8]).eos_ids == (7, 8)
@@ -80,7 +124,7 @@ def test_end_tokens_as_int_list_and_from_the_generation_config(read):
         ({"rope_scaling": "linear"}, "not a model's configuration"),
         ({"rope_parameters": [1]}, "not a model's configuration"),
         ({"eos_token_id": 2**70}, "eos_token_id"),
-        ({"max_position_embeddings": 2**40}, "max_position_embeddings is"),
+        ({"max_position_embeddings": 2**40}, "max_position_embeddings, with its rope scaling, is"),
         ({"hidden_size": "absent"}, "hidden_size is None"),
         ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
         ({"num_key_value_heads": 3}, "4 heads cannot share 3"),
@@ -90,13 +134,11 @@ def test_end_tokens_as_int_list_and_from_the_generation_config(read):
         ({"head_dim": 15}, "head_dim 15 is odd"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         (
-            {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
-            "rope scaling 'dynamic' is not supported",
+            {"rope_scaling": {"rope_type": "longrope", "factor": 2.0}},
+            "rope scaling 'longrope' is not supported; allowed: default, linear, dynamic",
         ),
-        (
-            {"rope_scaling": {"rope_type": "llama3", "factor": 2.0}},
-            "needs original_max_position_embeddings",
-        ),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "needs low_freq_factor"),
+        ({"rope_theta": "10000"}, "rope_theta is '10000'"),
         ({"rope_scaling": {"rope_type": "linear"}}, "needs factor"),
         ({"attention_bias": "yes"}, "attention_bias is 'yes'"),
         ({"eos_token_id": "</s>"}, "eos_token_id is '</s>'"),

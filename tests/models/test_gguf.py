@@ -19,8 +19,9 @@ from forebay.models.config import load_config
 from forebay.models.errors import ModelError
 from forebay.models.gguf import convert_gguf
 from forebay.models.resolve import demo_file, resolve_model
+from forebay.models.rope import inverse_frequencies
 from forebay.models.tokenizer import Tokenizer
-from tests.models.gguf_writer import ARCHITECTURES, random_model, write_gguf
+from tests.models.gguf_writer import ARCHITECTURES, byte_tokens, random_model, write_gguf
 
 TEXTS = [
     "Hello, world!",
@@ -45,10 +46,21 @@ CHATS = [
 
 @pytest.fixture(scope="module")
 def theirs(demo):
+    """transformers' reading, with the split that SmolLM2's own tokenizer.json has: its digits stand
+    apart before words are cut. For a GGUF file transformers takes GPT-2's split.
+    """
+    from tokenizers import pre_tokenizers
     from transformers import AutoTokenizer
 
     file = demo_file()
-    return AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name)
+    found = AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name)
+    found.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
+    )
+    return found
 
 
 def test_tensors_are_bit_equal_to_transformers(demo):
@@ -71,7 +83,7 @@ def test_config_says_what_the_file_says(demo):
     assert (config.layers, config.heads, config.kv_heads, config.head_dim) == (30, 9, 3, 64)
     assert (config.dtype, config.eos_ids, config.tied_embeddings, config.max_context) == (
         "bfloat16",
-        (2,),
+        (2, 0),  # <|im_end|>, which the file declares, and <|endoftext|>
         True,
         8192,
     )
@@ -152,6 +164,7 @@ def write_tiny(path, kind="F32", extra=(), options=None, **changes):
         "arch": "llama",
         "pre": "smollm",
         "more_tokens": ["ab"],
+        "only": (),
         **changes,
     }
     writer = gguf.GGUFWriter(path, values["arch"])
@@ -171,20 +184,31 @@ def write_tiny(path, kind="F32", extra=(), options=None, **changes):
     writer.add_eos_token_id(0)
     for key, value in (options or {}).items():
         writer.kv_data[0].pop(key, None)
-        {str: writer.add_string, int: writer.add_uint32, list: writer.add_array}[type(value)](
-            key, value
-        )
+        {
+            str: writer.add_string,
+            int: writer.add_uint32,
+            float: writer.add_float32,
+            list: writer.add_array,
+        }[type(value)](key, value)
     chance = np.random.default_rng(1)
     kv = values["hidden"] // values["heads"] * values["kv_heads"]
+    wide, inner = values["hidden"], values["inner"]
     shapes = {
-        "token_embd": (len(tokens), 64), "output_norm": (64,), "blk.0.attn_norm": (64,), "blk.0.ffn_norm": (64,),
-        "blk.0.attn_q": (64, 64), "blk.0.attn_k": (kv, 64), "blk.0.attn_v": (kv, 64), "blk.0.attn_output": (64, 64),
-        "blk.0.ffn_gate": (96, 64), "blk.0.ffn_up": (96, 64), "blk.0.ffn_down": (64, 96),
+        "token_embd": (len(tokens), wide), "output_norm": (wide,), "blk.0.attn_norm": (wide,), "blk.0.ffn_norm": (wide,),
+        "blk.0.attn_q": (wide, wide), "blk.0.attn_k": (kv, wide), "blk.0.attn_v": (kv, wide), "blk.0.attn_output": (wide, wide),
+        "blk.0.ffn_gate": (inner, wide), "blk.0.ffn_up": (inner, wide), "blk.0.ffn_down": (wide, inner),
     }  # fmt: skip
     for name, shape in [*shapes.items(), *extra]:
+        if name not in values["only"] and values["only"]:
+            continue
         tensor = chance.standard_normal(shape, dtype=np.float32)
         target = gguf.GGMLQuantizationType[kind if len(shape) == 2 else "F32"]
-        writer.add_tensor(f"{name}.weight", gguf.quants.quantize(tensor, target), raw_dtype=target)
+        try:
+            stored = gguf.quants.quantize(tensor, target)
+        except NotImplementedError:  # the library only reads this type: some bytes that it can
+            size, width = gguf.constants.GGML_QUANT_SIZES[target]
+            stored = np.full((*shape[:-1], shape[-1] // size * width), 0x11, np.uint8)
+        writer.add_tensor(f"{name}.weight", stored, raw_dtype=target)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -192,17 +216,133 @@ def write_tiny(path, kind="F32", extra=(), options=None, **changes):
     return path
 
 
-@pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q8_0", "Q5_1", "Q4_0"])
+KINDS = (
+    "F32 F16 BF16 Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 Q2_K Q3_K Q4_K Q5_K Q6_K IQ1_S IQ1_M IQ2_XXS IQ2_XS IQ2_S "
+    "IQ3_XXS IQ3_S IQ4_NL IQ4_XS TQ1_0 TQ2_0"
+)
+
+
+@pytest.mark.parametrize("kind", KINDS.split())
 def test_every_quantisation_is_what_the_library_dequantises(tmp_path, monkeypatch, kind):
     import gguf
 
     monkeypatch.setenv("FOREBAY_CACHE_DIR", str(tmp_path / "cache"))
-    file = write_tiny(tmp_path / "tiny.gguf", kind)
+    file = write_tiny(tmp_path / "tiny.gguf", kind, hidden=256, inner=256)
     path = convert_gguf(file)
     stored = {t.name: t for t in gguf.GGUFReader(file).tensors}["blk.0.ffn_up.weight"]
     with safe_open(path / "model.safetensors", framework="np") as ours:
         found = ours.get_tensor("model.layers.0.mlp.up_proj.weight")
     assert np.array_equal(found, gguf.quants.dequantize(stored.data, stored.tensor_type))
+
+
+def test_factors_of_rotary_frequencies(tmp_path, monkeypatch):
+    """Llama 3.1 and later: a tensor that divides each frequency, on top of the file's scaling."""
+    import gguf
+
+    monkeypatch.setenv("FOREBAY_CACHE_DIR", str(tmp_path / "cache"))
+    plain = inverse_frequencies(load_config(convert_gguf(write_tiny(tmp_path / "x.gguf"))))[0]
+    for options, slowed in (({}, 1.0), ({"llama.rope.scaling.factor": 4.0}, 4.0)):
+        file = write_tiny(tmp_path / "y.gguf", extra=[("rope_freqs", (8,))], options=options)
+        (stored,) = (t for t in gguf.GGUFReader(file).tensors if t.name == "rope_freqs.weight")
+        factors = torch.tensor(np.abs(stored.data) + 1)
+        whole = bytearray(file.read_bytes())
+        whole[stored.data_offset : stored.data_offset + 32] = factors.numpy().tobytes()
+        file.write_bytes(whole)
+        path = convert_gguf(file)
+        config = load_config(path)
+        assert config.max_context == 128 * slowed
+        assert torch.equal(inverse_frequencies(config)[0], plain / slowed / factors)
+        with safe_open(path / "model.safetensors", "pt") as converted:
+            assert not any("rope" in name for name in converted.keys())  # noqa: SIM118
+
+
+def test_a_wrong_number_of_factors_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("FOREBAY_CACHE_DIR", str(tmp_path / "cache"))
+    file = write_tiny(tmp_path / "x.gguf", extra=[("rope_freqs", (7,))])
+    with pytest.raises(ModelError, match=r"7 rope frequency factors|a rope frequency factor"):
+        load_config(convert_gguf(file))
+
+
+@pytest.mark.parametrize(
+    ("options", "scaling"),
+    [
+        ({}, None),
+        ({"rope.scaling.factor": 2.0}, {"kind": "linear", "factor": 2.0}),
+        ({"rope.scale_linear": 2.0}, {"kind": "linear", "factor": 2.0}),
+        ({"rope.scaling.type": "none", "rope.scaling.factor": 2.0}, None),
+        (
+            {
+                "rope.scaling.type": "yarn",
+                "rope.scaling.factor": 4.0,
+                "rope.scaling.original_context_length": 32,
+            },
+            {"kind": "yarn", "factor": 4.0, "original_max_context": 32},
+        ),
+    ],
+)
+def test_rope_scaling_of_a_file(tmp_path, monkeypatch, options, scaling):
+    monkeypatch.setenv("FOREBAY_CACHE_DIR", str(tmp_path / "cache"))
+    options = {f"llama.{key}": value for key, value in options.items()}
+    found = load_config(convert_gguf(write_tiny(tmp_path / "x.gguf", options=options))).rope_scaling
+    if scaling is None:
+        assert found is None
+        return
+    assert {key: getattr(found, key) for key in scaling} == scaling
+    if found.kind == "yarn":
+        assert found.attention_factor == pytest.approx(0.1 * np.log(4) + 1)
+
+
+def write_parts(path, said=("00001", "00002"), **options):
+    """A model as two files."""
+    layer = ["attn_norm", "ffn_norm", "attn_q", "attn_k", "attn_v", "attn_output"]
+    layer += ["ffn_gate", "ffn_up", "ffn_down"]
+    halves = (["token_embd", "output_norm", *(f"blk.0.{n}" for n in layer[:4])],)
+    halves += ([f"blk.0.{n}" for n in layer[4:]],)
+    return [
+        write_tiny(
+            path / f"big-{name}-of-00002.gguf",
+            only=half,
+            options={"split.no": at, "split.count": 2, "split.tensors.count": 11} | options,
+        )
+        for at, (name, half) in enumerate(zip(said, halves, strict=True))
+    ]
+
+
+def test_a_split_file_is_read_as_one(tmp_path, monkeypatch):
+    monkeypatch.setenv("FOREBAY_CACHE_DIR", str(tmp_path / "cache"))
+    first, second = write_parts(tmp_path)
+    joined = resolve_model(str(first))
+    assert joined.name == "big"
+    with (
+        safe_open(joined.path / "model.safetensors", "pt") as ours,
+        safe_open(convert_gguf(write_tiny(tmp_path / "x.gguf")) / "model.safetensors", "pt") as one,
+    ):
+        assert set(ours.keys()) == set(one.keys())
+    whole = bytearray(second.read_bytes())
+    whole[-100] ^= 1
+    second.write_bytes(whole)
+    assert convert_gguf(first) != joined.path  # the other part counts too
+
+
+def test_parts_that_do_not_belong_together_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("FOREBAY_CACHE_DIR", str(tmp_path / "cache"))
+    first, second = write_parts(tmp_path)
+    with pytest.raises(ModelError, match=r"is part 2 of 2 of a split model; give its first part"):
+        convert_gguf(second)
+    kept = second.read_bytes()
+    second.unlink()
+    with pytest.raises(ModelError, match=r"1 of its 2 parts are not beside it \(big-00002-of"):
+        convert_gguf(first)
+    second.write_bytes(kept)
+    first.rename(tmp_path / "renamed.gguf")
+    with pytest.raises(ModelError, match="is part 1 of 2 of a split model, which its name does"):
+        convert_gguf(tmp_path / "renamed.gguf")
+    write_parts(tmp_path, **{"split.tensors.count": 12})
+    with pytest.raises(ModelError, match="its 2 parts hold 11 of 12 tensors"):
+        convert_gguf(first)
+    write_parts(tmp_path, said=("00002", "00001"))
+    with pytest.raises(ModelError, match="says that it is part 2 of 2"):
+        convert_gguf(first)
 
 
 def test_second_call_finds_the_first_result(tiny):
@@ -248,8 +388,8 @@ def test_concurrent_converters_agree(tiny):
 
 def test_error_removes_the_half_made_directory(tmp_path, monkeypatch):
     monkeypatch.setenv("FOREBAY_CACHE_DIR", str(tmp_path / "cache"))
-    with pytest.raises(ModelError, match="rope_freqs"):
-        convert_gguf(write_tiny(tmp_path / "x.gguf", extra=[("rope_freqs", (8,))]))
+    with pytest.raises(ModelError, match="strange"):
+        convert_gguf(write_tiny(tmp_path / "x.gguf", extra=[("strange", (8,))]))
     assert [path.suffix for path in (tmp_path / "cache" / "models").iterdir()] == [".lock"]
 
 
@@ -263,7 +403,8 @@ def test_every_family_is_what_its_hugging_face_directory_says(tmp_path, monkeypa
         convert_gguf(write_gguf(tmp_path / "x.gguf", family, model)),
         tmp_path / "directory",
     )
-    said = dataclasses.replace(load_config(theirs), dtype="bfloat16")
+    ends = tuple(byte_tokens().index(end) for end in ("<|endoftext|>", "<|im_end|>"))
+    said = dataclasses.replace(load_config(theirs), dtype="bfloat16", eos_ids=ends)
     if family == "Mistral":  # which is a Llama there
         said = dataclasses.replace(said, architecture="LlamaForCausalLM")
     assert load_config(ours) == said
@@ -329,8 +470,8 @@ def test_a_type_of_weights_that_cannot_be_read_names_those_that_can(tmp_path, mo
         ("attention.value_length", 8, "attention.value_length is 8 and heads have 16"),
         (
             "rope.scaling.type",
-            "yarn",
-            "rope scaling 'yarn' is not supported; allowed: none, linear",
+            "longrope",
+            "rope scaling 'longrope' is not supported; allowed: none, linear, yarn",
         ),
         ("attention.head_count_kv", [2, 1], "one whole number is supported"),
     ],
