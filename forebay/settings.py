@@ -100,11 +100,56 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         int, Setting("port of the HTTP server; 0 takes a free one", low=0, high=65535)
     ] = 8000
     api_key: Annotated[
-        str | None, Setting("bearer token that every request must carry; none = open")
+        str | None,
+        Setting(
+            "bearer token that every request must carry, or several separated by commas; none = open"
+        ),
     ] = None
     served_model_name: Annotated[
-        str | None, Setting("the name in the API; the model's own if not given")
+        str | None,
+        Setting(
+            "names in the API, separated by commas, the first one leading; the model's own if not given",
+            short_range="NAME[,NAME...]",
+        ),
     ] = None
+    admin_key: Annotated[
+        str | None,
+        Setting(
+            "bearer token that flushes, timelines and other routes of operators must carry; none = --api-key counts"
+        ),
+    ] = None
+    priority_limit: Annotated[
+        int | None,
+        Setting(
+            "highest `priority` of a request without the admin key; 0 where there is an admin key, else any, if not given",
+            low=0,
+            high=2**31 - 1,
+        ),
+    ] = None
+    salt_from: Annotated[
+        str,
+        Setting(
+            "who shares cached prefixes: all clients (none), those of one API key (key), or of one value of a gateway's header",
+            short_range="none, key or header:NAME",
+        ),
+    ] = "none"
+    cors_origins: Annotated[
+        str | None,
+        Setting(
+            "origins whose pages in a browser may use the API, separated by commas; pages of this machine (localhost) if not given",
+            short_range="ORIGIN[,ORIGIN...], * or none",
+        ),
+    ] = None
+    keep_alive_s: Annotated[
+        int, Setting("how long a connection may be idle between two requests", "s", 1, 86400)
+    ] = 75
+    stream_heartbeat_s: Annotated[
+        int,
+        Setting("a stream that is silent this long gets a comment line; 0 = never", "s", 0, 3600),
+    ] = 0
+    strict_max_tokens: Annotated[
+        bool, Setting("max_tokens beyond what fits are an error (400), not cut")
+    ] = False
     pp: Annotated[
         int,
         Setting(
@@ -271,6 +316,8 @@ class Field:
     @property
     def range(self) -> str:
         """What is allowed, in words: the members of an enumeration, or the setting's own range."""
+        if self.type is bool:
+            return "true or false"
         if isinstance(self.type, type) and issubclass(self.type, StrEnum):
             return ", ".join(member.value for member in self.type)
         return self.setting.range
@@ -319,7 +366,37 @@ def resolve(
         raise SettingsError(
             "--host-mode staging needs a store to stage pages for; name one with --store, or say --host-mode cache"
         )
+    _check_texts(settings)
     return settings
+
+
+def listed(text: str) -> tuple[str, ...]:
+    """The entries of a setting that takes several, separated by commas."""
+    return tuple(entry.strip() for entry in text.split(","))
+
+
+def _check_texts(settings: Settings) -> None:
+    """Raises ``SettingsError`` for a text that has a form and does not keep to it."""
+    for flag, text in (
+        ("--served-model-name", settings.served_model_name),
+        ("--api-key", settings.api_key),
+        ("--cors-origins", settings.cors_origins),
+    ):
+        if text is not None and not all(listed(text)):
+            what = "is empty" if not text.strip() else f"is {text!r}, with an empty entry"
+            hint = ", which would let everyone in; leave it out for an open server"
+            raise SettingsError(f"{flag} {what}{hint if flag == '--api-key' else '; name one'}")
+    if settings.admin_key == "":
+        raise SettingsError("--admin-key is empty; give a key, or leave it out")
+    if not re.fullmatch(r"none|key|header:[A-Za-z0-9!#$%&'*+.^_`|~-]+", settings.salt_from):
+        raise SettingsError(
+            f"--salt-from is {settings.salt_from!r}; allowed: none, key or header:NAME"
+        )
+    for origin in listed(settings.cors_origins or "none"):
+        if origin not in ("*", "none") and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s]+", origin):
+            raise SettingsError(
+                f"--cors-origins has {origin!r}; write it as http://HOST:PORT, without a path"
+            )
 
 
 def parse_size(text: str | int) -> int:
@@ -372,6 +449,8 @@ def _convert(field: Field, where: str, value: Any) -> Any:
     try:
         if field.is_size:
             return parse_size(value)
+        if kind is bool:
+            return _switch(value)
         converted = (
             kind(value) if not (kind is int and isinstance(value, bool | float)) else _refuse()
         )
@@ -389,9 +468,17 @@ def _convert(field: Field, where: str, value: Any) -> Any:
     return converted
 
 
+def _switch(value: Any) -> bool:
+    """Raises ``ValueError``."""
+    said = str(value).lower()
+    if said not in ("true", "false", "1", "0", "yes", "no", "on", "off"):
+        raise ValueError("neither true nor false")
+    return said in ("true", "1", "yes", "on")
+
+
 def _refuse() -> int:
     raise ValueError("not a whole number")
 
 
 def _article(kind: type) -> str:
-    return {int: "a whole number", str: "text", Path: "a path"}[kind]
+    return {bool: "true or false", int: "a whole number", str: "text", Path: "a path"}[kind]

@@ -62,6 +62,8 @@ def _annotation(field: Field) -> Any:
     default = "-" if field.default is None else field.default
     kind = "SIZE" if field.is_size else (field.setting.unit or field.name.split("_")[-1]).upper()
     text = f"{field.setting.why} [dim]\\[{default}][/dim]"
+    if field.type is bool:
+        return Annotated[bool | None, typer.Option(field.flag, *field.setting.aliases, help=text)]
     return Annotated[
         str | None, typer.Option(field.flag, *field.setting.aliases, metavar=kind, help=text)
     ]

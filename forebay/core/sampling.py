@@ -17,8 +17,9 @@ SEED_BITS = 64
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Sampling parameters, named as in the OpenAI API and vLLM.
 
-    ``temperature`` 0 is greedy. ``top_k`` 0 or -1, ``top_p`` 1, ``min_p`` 0 switch those filters off. ``seed`` makes a
-    request's text repeatable: sampling is counter-based on (seed, output index), so a re-run continues the same text.
+    ``temperature`` 0 is greedy, and so is ``top_p`` 0. ``top_k`` 0 or -1, ``top_p`` 1, ``min_p`` 0
+    switch those filters off. ``seed`` makes a request's text repeatable: sampling is counter-based
+    on (seed, output index), so a re-run continues the same text.
     ``logprobs`` asks for that many alternatives beside the chosen token's own log-probability (of the distribution before
     temperature and filters). Raises ``ValueError`` with one line (what was given, what is allowed) on bad values.
     """
@@ -57,8 +58,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             self.max_tokens if self.max_tokens is not None else 2**31 - 1,
         )
         _within("temperature", self.temperature, 0.0, 100.0)
-        if not 0.0 < self.top_p <= 1.0:
-            raise ValueError(f"top_p is {self.top_p}; it must be above 0 and at most 1")
+        _within("top_p", self.top_p, 0.0, 1.0)
         _within("top_k", self.top_k, 0, 2**31 - 1)
         _within("min_p", self.min_p, 0.0, 1.0)
         _within("presence_penalty", self.presence_penalty, -2.0, 2.0)
@@ -91,7 +91,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     @property
     def is_greedy(self) -> bool:
-        return self.temperature == 0.0
+        return self.temperature == 0.0 or self.top_p == 0.0
 
     @property
     def has_penalties(self) -> bool:

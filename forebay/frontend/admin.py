@@ -59,12 +59,13 @@ async def version(service: Service, _: Request) -> Response:
 
 
 async def models(service: Service, _: Request) -> Response:
-    return _json({"object": "list", "data": [_card(service)]})
+    return _json({"object": "list", "data": [_card(service, name) for name in service.names]})
 
 
 async def model(service: Service, request: Request) -> Response:
-    service.check_model(request.path_params["name"])
-    return _json(_card(service))
+    name = request.path_params["name"]
+    service.check_model(name)
+    return _json(_card(service, name))
 
 
 async def metrics(service: Service, _: Request) -> Response:
@@ -158,9 +159,9 @@ def _draw_timeline(service: Service, seconds: float) -> bytes:
     )
 
 
-def _card(service: Service) -> dict[str, object]:
+def _card(service: Service, name: str) -> dict[str, object]:
     return {
-        "id": service.model.name,
+        "id": name,
         "object": "model",
         "created": service.created,
         "owned_by": "forebay",

@@ -19,11 +19,15 @@ class Wording(Chunks, Protocol):
 
 
 async def answer(
-    request: Request, generation: Generation, wording: Wording, streamed: bool
+    request: Request,
+    generation: Generation,
+    wording: Wording,
+    streamed: bool,
+    heartbeat_s: float = 0.0,
 ) -> Response:
     """The response, which closes ``generation``. Raises ``GenerationError`` and ``ClientGone`` before any byte."""
     if streamed:
-        return await stream(request, generation, wording)
+        return await stream(request, generation, wording, heartbeat_s)
     with generation:
         whole = await run_while_connected(request.receive, wording.whole())
     return Response(json_body(whole), media_type="application/json")

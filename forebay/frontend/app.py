@@ -3,6 +3,7 @@
 from collections.abc import Awaitable, Callable
 
 from fastapi import FastAPI
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -12,6 +13,10 @@ from forebay.frontend.auth import RequireKey
 from forebay.frontend.chat import chat_completions
 from forebay.frontend.completions import completions
 from forebay.frontend.service import Service
+from forebay.settings import listed
+
+# Pages that this machine itself serves.
+LOCAL_ORIGINS = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"
 
 Handler = Callable[[Service, Request], Awaitable[Response]]
 
@@ -45,10 +50,26 @@ def build_app(service: Service) -> FastAPI:
     app.router.redirect_slashes = False
     errors.install(app)
     for method, path, handler in ROUTES:
-        app.add_api_route(path, _route(service, handler), methods=[method], response_model=None)
-    if service.settings.api_key is not None:
-        app.add_middleware(RequireKey, api_key=service.settings.api_key)
+        methods = ["GET", "HEAD"] if method == "GET" else [method]
+        app.add_api_route(path, _route(service, handler), methods=methods, response_model=None)
+    if service.keys.are_set:
+        app.add_middleware(RequireKey, keys=service.keys)
+    _allow_origins(app, service.settings.cors_origins)
     return app
+
+
+def _allow_origins(app: FastAPI, origins: str | None) -> None:
+    """In front of the keys: a browser's preflight can never carry one."""
+    if origins == "none":
+        return
+    app.add_middleware(
+        CORSMiddleware,
+        allow_origins=listed(origins or ""),
+        allow_origin_regex=None if origins else LOCAL_ORIGINS,
+        allow_methods=["GET", "HEAD", "POST"],
+        allow_headers=["*"],
+        expose_headers=["Retry-After"],
+    )
 
 
 def _route(service: Service, handler: Handler) -> Callable[[Request], Awaitable[Response]]:

@@ -5,7 +5,8 @@ LLM.generate() --'
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import Enum, auto
 from typing import Any
 
 from forebay.core.sampling import SamplingParams
@@ -13,10 +14,13 @@ from forebay.core.sampling import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Messages as chat templates take them, and how the template is to be filled in."""
+    """Messages as chat templates take them, and how the template is to be filled in. ``continue_final``: the text goes on from the
+    last message; ``variables``: what the caller says to the template by name."""
 
     messages: tuple[Mapping[str, Any], ...]
     add_generation_prompt: bool = True
+    continue_final: bool = False
+    variables: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +41,19 @@ class TokenLists:
 Source = Conversation | Texts | TokenLists
 
 
+class UsageWish(Enum):
+    """In which chunks of a stream the token counts come."""
+
+    NONE = auto()
+    LAST = auto()
+    ALWAYS = auto()
+
+
 @dataclass(frozen=True, slots=True)
 class Asked:
     """``params.max_tokens`` is what was asked, None where nothing was; then ``default_tokens`` counts, and what fits without it.
 
-    ``model``: the name that was asked for, None for whatever is there. ``streamed``, ``with_usage``: how the answer goes out.
+    ``model``: the name that was asked for, None for whatever is there. ``streamed``, ``usage``: how the answer goes out.
     """
 
     source: Source
@@ -52,4 +64,4 @@ class Asked:
     no_store: bool = False
     priority: int = 0
     streamed: bool = False
-    with_usage: bool = False
+    usage: UsageWish = UsageWish.NONE

@@ -17,12 +17,13 @@ from forebay.settings import Settings
 @dataclass(frozen=True, slots=True)
 class Bounds:
     """What one request may have. ``context``: prompt and output in tokens; ``room``: tokens that all of L1 holds, or the context
-    where that is less; ``places``: sequences that can run or wait."""
+    where that is less; ``places``: sequences that can run or wait; ``strict``: ``max_tokens`` that do not fit are an error."""
 
     context: int
     vocab_size: int
     room: int
     places: int
+    strict: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,8 @@ class Work:
 def bounds(context: int, vocab_size: int, snapshot: Snapshot | None, settings: Settings) -> Bounds:
     pages = snapshot.device.capacity if snapshot is not None else 0
     room = min(context, pages * settings.page_size) if pages else context
-    return Bounds(context, vocab_size, room, settings.max_running + settings.max_waiting)
+    places = settings.max_running + settings.max_waiting
+    return Bounds(context, vocab_size, room, places, settings.strict_max_tokens)
 
 
 def assemble(asked: Asked, prompts: Sequence[Prompt], bounds: Bounds, prefix: str) -> Work:
@@ -91,23 +93,20 @@ def check_token_ids(params: SamplingParams, vocab_size: int) -> None:
 
 
 def _fit_max_tokens(asked: Asked, prompt_tokens: int, bounds: Bounds) -> int:
-    """``max_tokens`` for a prompt: what was asked, else the default, or all that fits, cut to the room there is.
+    """``max_tokens`` for a prompt: what was asked, else the default, or all that fits; a cap, so it is cut to the room there is.
 
-    Raises ``PromptTooLong`` if the prompt, or what was asked with it, exceeds the context. What exceeds only L1 is the planner's
-    to refuse.
+    Raises ``PromptTooLong`` if the prompt leaves no room, or, where bounds are strict, less than was asked.
     """
     wanted, room = asked.params.max_tokens, bounds.room
-    if wanted is not None and prompt_tokens + wanted > bounds.context:
+    if bounds.strict and wanted is not None and prompt_tokens + wanted > room:
         raise PromptTooLong(
             f"prompt ({prompt_tokens} tokens) and max_tokens ({wanted}) are "
-            f"{prompt_tokens + wanted} tokens together; the context holds {bounds.context}; "
+            f"{prompt_tokens + wanted} tokens together; at most {room} fit; "
             "shorten the prompt or lower max_tokens"
         )
-    if wanted is not None:
-        return wanted
     if prompt_tokens >= room:
         raise PromptTooLong(
             f"the prompt has {prompt_tokens} tokens; at most {room - 1} fit; shorten it"
         )
-    default = asked.default_tokens
-    return room - prompt_tokens if default is None else min(default, room - prompt_tokens)
+    cap = asked.default_tokens if wanted is None else wanted
+    return room - prompt_tokens if cap is None else min(cap, room - prompt_tokens)

@@ -8,6 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from forebay.frontend.answer import answer
+from forebay.frontend.asked import Asked, UsageWish
 from forebay.frontend.generation import Generation, collect
 from forebay.frontend.limits import read_body
 from forebay.frontend.parse import parse_chat
@@ -31,20 +32,21 @@ async def chat_completions(service: Service, request: Request) -> Response:
     """Raises what `errors` knows an answer to."""
     asked = parse_chat(await read_body(request, service.body_bytes_max))
     generation = await service.generate(request, asked, "chatcmpl")
-    wording = _Wording(service, generation, asked.with_usage)
-    return await answer(request, generation, wording, asked.streamed)
+    wording = _Wording(service, generation, asked)
+    heartbeat_s = service.settings.stream_heartbeat_s
+    return await answer(request, generation, wording, asked.streamed, heartbeat_s)
 
 
 class _Wording:
     """A Generation in the words of this endpoint, whole or in chunks."""
 
-    def __init__(self, service: Service, generation: Generation, with_usage: bool) -> None:
+    def __init__(self, service: Service, generation: Generation, asked: Asked) -> None:
         self._generation = generation
         self._spell = service.spell
         self._with_logprobs = generation.work.params.logprobs is not None
-        self._with_usage = with_usage
+        self._usage = asked.usage
         self._created = int(time.time())
-        self._model = service.model.name
+        self._model = asked.model or service.model.name
 
     async def whole(self) -> Chat:
         choices = [
@@ -77,10 +79,12 @@ class _Wording:
             )
 
     def closing(self) -> Iterable[ChatChunk]:
-        return (self._usage_chunk(),) if self._with_usage else ()
+        return () if self._usage is UsageWish.NONE else (self._usage_chunk(),)
 
     def _chunk(self, choice: ChatChunkChoice) -> ChatChunk:
-        usage: UsageBody | UnsetType | None = None if self._with_usage else UNSET
+        usage: UsageBody | UnsetType | None = UNSET if self._usage is UsageWish.NONE else None
+        if self._usage is UsageWish.ALWAYS:
+            usage = usage_body(self._generation)
         return ChatChunk(
             self._generation.work.request_id, self._created, self._model, [choice], usage
         )

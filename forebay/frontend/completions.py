@@ -8,6 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from forebay.frontend.answer import answer
+from forebay.frontend.asked import Asked, UsageWish
 from forebay.frontend.generation import Generation, collect
 from forebay.frontend.limits import read_body
 from forebay.frontend.parse import parse_completion
@@ -27,20 +28,21 @@ async def completions(service: Service, request: Request) -> Response:
     """Raises what `errors` knows an answer to."""
     asked = parse_completion(await read_body(request, service.body_bytes_max))
     generation = await service.generate(request, asked, "cmpl")
-    wording = _Wording(service, generation, asked.with_usage)
-    return await answer(request, generation, wording, asked.streamed)
+    wording = _Wording(service, generation, asked)
+    heartbeat_s = service.settings.stream_heartbeat_s
+    return await answer(request, generation, wording, asked.streamed, heartbeat_s)
 
 
 class _Wording:
     """A Generation in the words of this endpoint, whole or in chunks."""
 
-    def __init__(self, service: Service, generation: Generation, with_usage: bool) -> None:
+    def __init__(self, service: Service, generation: Generation, asked: Asked) -> None:
         self._generation = generation
         self._spell = service.spell
         self._with_logprobs = generation.work.params.logprobs is not None
-        self._with_usage = with_usage
+        self._usage = asked.usage
         self._created = int(time.time())
-        self._model = service.model.name
+        self._model = asked.model or service.model.name
 
     async def whole(self) -> Completion:
         choices = [
@@ -63,10 +65,18 @@ class _Wording:
             choice = CompletionChoice(
                 index, delta.text, self._logprobs(delta.positions), delta.finish, delta.stop_reason
             )
-            yield self._completion([choice], None if self._with_usage else UNSET)
+            yield self._completion([choice], self._usage_beside())
 
     def closing(self) -> Iterable[Completion]:
-        return (self._completion([], usage_body(self._generation)),) if self._with_usage else ()
+        if self._usage is UsageWish.NONE:
+            return ()
+        return (self._completion([], usage_body(self._generation)),)
+
+    def _usage_beside(self) -> UsageBody | UnsetType | None:
+        """What a chunk with text says of usage."""
+        if self._usage is UsageWish.ALWAYS:
+            return usage_body(self._generation)
+        return UNSET if self._usage is UsageWish.NONE else None
 
     def _completion(
         self, choices: list[CompletionChoice], usage: UsageBody | UnsetType | None

@@ -120,6 +120,8 @@ def install(app: FastAPI) -> None:
             404: f"there is no route {request.url.path!r}",
             405: f"{request.url.path!r} does not take {request.method}",
         }
+        if request.method == "OPTIONS" and error.status_code == 405:
+            return Response(status_code=204, headers=dict(error.headers or {}))
         message = messages.get(error.status_code, str(error.detail))
         return ApiError(error.status_code, message, headers=dict(error.headers or {})).response()
 

@@ -1,6 +1,7 @@
 """Bounds on what a request may bring, and reading a body within them."""
 
 import asyncio
+import zlib
 from collections.abc import AsyncGenerator
 
 from starlette.requests import Request
@@ -13,6 +14,7 @@ MIN_BODY_BYTES = 1 << 20
 BYTES_PER_CONTEXT_TOKEN = 256
 MAX_PROMPTS = 128
 BODY_TIMEOUT_S = 60.0
+_EITHER = 32  # zlib then tells gzip from deflate by the header
 
 
 def body_limit(max_context: int) -> int:
@@ -38,7 +40,36 @@ async def read_body(request: Request, bytes_max: int) -> bytes:
     except TimeoutError:
         message = f"the body did not arrive within {BODY_TIMEOUT_S:.0f} s"
         raise ApiError(408, message, headers={"Connection": "close"}) from None
-    return bytes(body)
+    return await _decoded(bytes(body), request.headers.get("content-encoding", ""), bytes_max)
+
+
+async def _decoded(body: bytes, encoding: str, bytes_max: int) -> bytes:
+    """A body as it was before a client compressed it. Raises ``ApiError``: 413 above ``bytes_max``, 415 for another encoding."""
+    kind = encoding.strip().lower()
+    if kind in ("", "identity"):
+        return body
+    if kind not in ("gzip", "x-gzip", "deflate"):
+        message = f"the Content-Encoding is {encoding[:40]!r}; allowed: gzip, deflate, identity"
+        raise ApiError(415, message, headers={"Accept-Encoding": "gzip, deflate"})
+    try:
+        # A bomb costs as much time as the largest body that is allowed: that is not the loop's to spend.
+        return await asyncio.to_thread(_inflated, body, bytes_max)
+    except zlib.error as error:
+        raise ApiError(400, f"the body is no {kind}: {error}") from None
+
+
+def _inflated(body: bytes, bytes_max: int) -> bytes:
+    """All members of a gzip or zlib body. Raises ``zlib.error`` for what is neither or not whole, ``ApiError`` (413)."""
+    out = bytearray()
+    while body:
+        inflater = zlib.decompressobj(wbits=zlib.MAX_WBITS | _EITHER)
+        out += inflater.decompress(body, bytes_max + 1 - len(out))
+        if len(out) > bytes_max:
+            raise _too_large(f"more than {bytes_max} bytes once decompressed", bytes_max)
+        if not inflater.eof:
+            raise zlib.error("it is not whole")
+        body = inflater.unused_data
+    return bytes(out)
 
 
 async def _parts(receive: Receive) -> AsyncGenerator[bytes, None]:

@@ -18,6 +18,7 @@ import uvloop
 from forebay.core.messages import Snapshot
 from forebay.core.sampling import SamplingParams
 from forebay.frontend.asked import Asked, Source, Texts, TokenLists
+from forebay.frontend.asked import Conversation as Talk
 from forebay.frontend.assemble import assemble, bounds
 from forebay.frontend.engine import MAX_UNSENT_FRAMES, Engine, Planner
 from forebay.frontend.generation import Event, Generation, Result, collect
@@ -28,7 +29,7 @@ from forebay.frontend.seeds import SeedCounter
 from forebay.frontend.sequence import Position
 from forebay.models.resolve import resolve_model
 from forebay.runtime.launch import start_planner
-from forebay.settings import Settings, resolve
+from forebay.settings import Settings, listed, resolve
 
 STOP_S = 25.0
 
@@ -229,7 +230,7 @@ class _Host:
     async def start(self) -> None:
         resolved = resolve_model(self.name)
         self._planner = start_planner(resolved, self.settings)
-        name = self.settings.served_model_name or resolved.name
+        name = listed(self.settings.served_model_name or resolved.name)[0]
         self.model: ServedModel = load_served_model(resolved.path, name, self._planner.max_context)
         self.encoder = PromptEncoder(
             self.model.tokenizer, self.model.max_context, self.model.vocab_size
@@ -285,7 +286,7 @@ class _Host:
         self, conversations: Sequence[Conversation], add_generation_prompt: bool
     ) -> list[Prompt]:
         return [
-            await self.encoder.from_messages(messages, add_generation_prompt)
+            await self.encoder.from_conversation(Talk(tuple(messages), add_generation_prompt))
             for messages in conversations
         ]
 

@@ -1,24 +1,27 @@
 """A body, once, to the checked and frozen value of what it asks for (`asked.Asked`)."""
 
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from forebay.core.sampling import MAX_LOGPROBS, SamplingParams
-from forebay.frontend.asked import Asked, Conversation, Source, Texts, TokenLists
+from forebay.frontend.asked import Asked, Conversation, Source, Texts, TokenLists, UsageWish
 from forebay.frontend.errors import ApiError
 from forebay.frontend.limits import MAX_PROMPTS
+from forebay.frontend.messages import template_messages
 from forebay.frontend.protocol import (
     ChatRequest,
     CompletionRequest,
-    Message,
     TokenizeRequest,
+    Whole,
     decode_body,
-    refuse_unsupported,
 )
 
 MAX_SALT_CHARS = 256
 MAX_PRIORITY = 1 << 31
+MAX_TOKENS = 2**31 - 1
 DEFAULT_COMPLETION_TOKENS = 16
+# What a chat template is given anyway.
+TEMPLATE_NAMES = frozenset({"messages", "tools", "add_generation_prompt", "continue_final_message"})
 
 T = TypeVar("T")
 
@@ -26,13 +29,14 @@ T = TypeVar("T")
 def parse_completion(body: bytes) -> Asked:
     """Raises ``ApiError`` (400)."""
     request = decode_body(body, CompletionRequest)
-    return _asked(request, _prompts(request.prompt), DEFAULT_COMPLETION_TOKENS)
+    source = _prompts(request.prompt, request.add_special_tokens is not False)
+    return _asked(request, source, DEFAULT_COMPLETION_TOKENS)
 
 
 def parse_chat(body: bytes) -> Asked:
     """Raises ``ApiError`` (400)."""
     request = decode_body(body, ChatRequest)
-    return _asked(request, Conversation(_messages(request.messages)), None)
+    return _asked(request, _conversation(request), None)
 
 
 def parse_tokenize(body: bytes) -> tuple[Source, str | None]:
@@ -49,11 +53,35 @@ def _tokenize_source(request: TokenizeRequest) -> Source:
             raise ApiError(
                 400, "add_special_tokens goes with prompt, not with messages", "add_special_tokens"
             )
-        return Conversation(_messages(request.messages), request.add_generation_prompt is not False)
+        return Conversation(
+            template_messages(request.messages), request.add_generation_prompt is not False
+        )
     assert request.prompt is not None
     if request.add_generation_prompt is not None:
         raise ApiError(400, "add_generation_prompt goes with messages", "add_generation_prompt")
     return Texts((request.prompt,), request.add_special_tokens is not False)
+
+
+def _conversation(request: ChatRequest | TokenizeRequest) -> Conversation:
+    messages = template_messages(request.messages or [])
+    variables = dict(request.chat_template_kwargs or {})
+    effort = request.reasoning_effort if isinstance(request, ChatRequest) else None
+    if effort is not None:
+        variables.setdefault("reasoning_effort", effort)
+    for name in TEMPLATE_NAMES & variables.keys():
+        field = f"chat_template_kwargs.{name}"
+        raise ApiError(400, f"{field} is not the caller's to set; remove it", field)
+    continues = bool(request.continue_final_message)
+    generates = not continues if request.add_generation_prompt is None else None
+    if generates is None:
+        generates = bool(request.add_generation_prompt)
+    if continues and generates:
+        message = "continue_final_message goes without add_generation_prompt; give one of them"
+        raise ApiError(400, message, "continue_final_message")
+    if continues and messages[-1]["role"] != "assistant":
+        message = "continue_final_message needs a last message of the assistant"
+        raise ApiError(400, message, "continue_final_message")
+    return Conversation(messages, generates, continues, variables)
 
 
 def _asked(
@@ -68,14 +96,14 @@ def _asked(
         no_store=bool(request.no_store),
         priority=_priority(request),
         streamed=bool(request.stream),
-        with_usage=_wants_usage(request),
+        usage=_usage_wish(request),
     )
 
 
-def _prompts(prompt: str | list[str | int | list[int]]) -> Source:
+def _prompts(prompt: str | list[str | int | list[int]], add_special: bool) -> Source:
     """Text, texts, tokens or lists of tokens. Raises ``ApiError`` for a mixture, none or too many."""
     if isinstance(prompt, str):
-        return Texts((prompt,))
+        return Texts((prompt,), add_special)
     if not prompt:
         raise ApiError(
             400,
@@ -89,7 +117,7 @@ def _prompts(prompt: str | list[str | int | list[int]]) -> Source:
             400, f"prompt has {len(prompt)} entries; at most {MAX_PROMPTS} are allowed", "prompt"
         )
     if texts := _all_of(prompt, str):
-        return Texts(tuple(texts))
+        return Texts(tuple(texts), add_special)
     if lists := _all_of(prompt, list):
         return TokenLists(tuple(lists))
     raise ApiError(400, "prompt mixes texts and token ids; allowed: one kind of them", "prompt")
@@ -100,52 +128,10 @@ def _all_of(items: Sequence[object], kind: type[T]) -> list[T]:
     return found if len(found) == len(items) else []
 
 
-def _messages(messages: list[Message]) -> tuple[dict[str, str], ...]:
-    """Messages as chat templates take them: role and text. Raises ``ApiError`` (400)."""
-    if not messages:
-        raise ApiError(400, "messages is empty; at least one message is needed", "messages")
-    return tuple(
-        {"role": _role(message, index), "content": _content(message, index)}
-        for index, message in enumerate(messages)
-    )
-
-
-def _role(message: Message, index: int) -> str:
-    refuse_unsupported(message, f"messages[{index}].")
-    if (
-        message.role == "developer"
-    ):  # OpenAI's newer word for the same thing; chat templates know the old one
-        return "system"
-    if message.role not in ("system", "user", "assistant"):
-        raise ApiError(
-            400,
-            f"messages[{index}].role is {message.role!r}; allowed: system, developer, user, assistant",
-            f"messages[{index}].role",
-        )
-    return message.role
-
-
-def _content(message: Message, index: int) -> str:
-    where = f"messages[{index}].content"
-    if message.content is None:
-        raise ApiError(400, f"{where} is missing; allowed: text or a list of text parts", where)
-    if isinstance(message.content, str):
-        return message.content
-    for number, part in enumerate(message.content):
-        if part.type != "text":
-            raise ApiError(
-                400,
-                f"{where}[{number}].type is {part.type!r}; allowed: 'text'",
-                f"{where}[{number}].type",
-            )
-        refuse_unsupported(part, f"{where}[{number}].")
-    return "".join(part.text for part in message.content)
-
-
 def _sampling_params(request: CompletionRequest | ChatRequest) -> SamplingParams:
     """Raises ``ApiError`` (400) for a value out of range. ``max_tokens`` is what was asked, or None."""
     given = {
-        name: value
+        name: _plain(value)
         for name in SamplingParams.__struct_fields__
         if name not in ("max_tokens", "logprobs") and (value := getattr(request, name)) is not None
     }
@@ -161,25 +147,38 @@ def _sampling_params(request: CompletionRequest | ChatRequest) -> SamplingParams
         ) from None
 
 
+def _plain(value: Any) -> Any:
+    """Without `Whole`, which ends here."""
+    if isinstance(value, list):
+        return [_plain(entry) for entry in value]
+    return int(value) if isinstance(value, Whole) else value
+
+
 def _max_tokens(request: CompletionRequest | ChatRequest) -> int | None:
-    newer = request.max_completion_tokens if isinstance(request, ChatRequest) else None
-    if newer is not None and request.max_tokens is not None and newer != request.max_tokens:
-        message = f"max_tokens is {request.max_tokens} and max_completion_tokens {newer}; give one of them"
+    """Either spelling on either endpoint. A cap above what a number can be here is a cap all the same."""
+    newer, older = request.max_completion_tokens, request.max_tokens
+    if newer is not None and older is not None and newer != older:
+        message = f"max_tokens is {older} and max_completion_tokens {newer}; give one of them"
         raise ApiError(400, message, "max_completion_tokens")
-    return request.max_tokens if newer is None else newer
+    asked = older if newer is None else newer
+    return None if asked is None else int(min(asked, MAX_TOKENS))
 
 
 def _logprobs(request: CompletionRequest | ChatRequest) -> int | None:
-    if isinstance(request, CompletionRequest):
-        return request.logprobs
-    top = request.top_logprobs
-    if top is not None and not request.logprobs:
-        raise ApiError(400, "top_logprobs needs logprobs: true", "top_logprobs")
+    """Alternatives beside each token's own log-probability; None for none. Either endpoint's spelling: a number, or true with
+    ``top_logprobs``."""
+    asked, top = request.logprobs, request.top_logprobs
+    if asked is None or asked is False:
+        if top:
+            raise ApiError(400, "top_logprobs needs logprobs: true", "top_logprobs")
+        return None
+    if asked is not True:
+        return asked if top is None else max(asked, int(top))
     if top is not None and not 0 <= top <= MAX_LOGPROBS:
         raise ApiError(
             400, f"top_logprobs is {top}; it must be between 0 and {MAX_LOGPROBS}", "top_logprobs"
         )
-    return (top or 0) if request.logprobs else None
+    return int(top or 0)
 
 
 def _cache_salt(request: CompletionRequest | ChatRequest) -> bytes:
@@ -197,7 +196,7 @@ def _cache_salt(request: CompletionRequest | ChatRequest) -> bytes:
 
 def _priority(request: CompletionRequest | ChatRequest) -> int:
     """Raises ``ApiError`` (400) for a priority out of range."""
-    value = request.priority or 0
+    value = int(request.priority or 0)
     if not -MAX_PRIORITY <= value < MAX_PRIORITY:
         raise ApiError(
             400,
@@ -207,16 +206,13 @@ def _priority(request: CompletionRequest | ChatRequest) -> int:
     return value
 
 
-def _wants_usage(request: CompletionRequest | ChatRequest) -> bool:
-    """Whether a stream ends with a usage chunk. Raises ``ApiError`` (400) where nothing is streamed."""
-    if request.stream_options is None:
-        return False
+def _usage_wish(request: CompletionRequest | ChatRequest) -> UsageWish:
+    """Raises ``ApiError`` (400) where nothing is streamed."""
+    options = request.stream_options
+    if options is None:
+        return UsageWish.NONE
     if not request.stream:
         raise ApiError(400, "stream_options needs stream: true", "stream_options")
-    if request.stream_options.include_obfuscation:
-        raise ApiError(
-            400,
-            "stream_options.include_obfuscation is not supported; leave it out (or false)",
-            "stream_options",
-        )
-    return request.stream_options.include_usage
+    if options.continuous_usage_stats and options.include_usage is not False:
+        return UsageWish.ALWAYS
+    return UsageWish.LAST if options.include_usage else UsageWish.NONE

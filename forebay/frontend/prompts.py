@@ -28,7 +28,10 @@ class Tokenizer(Protocol):
     def encode(self, text: str, add_special: bool = True) -> list[int]: ...
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str: ...
     def apply_chat_template(
-        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        **variables: Any,
     ) -> str: ...
 
 
@@ -71,8 +74,8 @@ class PromptEncoder:
     async def encode(self, source: Source) -> list[Prompt]:
         """Raises ``PromptError``, and whatever the chat template raises (`from_messages`)."""
         match source:
-            case Conversation(messages, add_generation_prompt):
-                return [await self.from_messages(messages, add_generation_prompt)]
+            case Conversation():
+                return [await self.from_conversation(source)]
             case Texts(texts, add_special):
                 return await self.from_texts(texts, add_special)
             case TokenLists(lists):
@@ -95,15 +98,17 @@ class PromptEncoder:
         encoded = await self._off_loop(sum(map(len, texts)), encode)
         return [self._checked(tokens, text) for tokens, text in zip(encoded, texts, strict=True)]
 
-    async def from_messages(
-        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True
-    ) -> Prompt:
+    async def from_conversation(self, talk: Conversation) -> Prompt:
         """Raises ``PromptError``, and whatever the chat template raises (`models.tokenizer.TemplateError`, `ModelError`)."""
-        chars = sum(len(message["content"]) + MESSAGE_CHARS for message in messages)
+        chars = sum(len(message["content"]) + MESSAGE_CHARS for message in talk.messages)
         self._check_chars(chars, "messages")
 
         def encode() -> tuple[str, list[int]]:
-            text = self.tokenizer.apply_chat_template(messages, add_generation_prompt)
+            text = self.tokenizer.apply_chat_template(
+                talk.messages, talk.add_generation_prompt, **talk.variables
+            )
+            if talk.continue_final:
+                text = _up_to_last(text, talk.messages[-1]["content"])
             return text, self.tokenizer.encode(text, add_special=False)
 
         text, tokens = await self._off_loop(chars, encode)
@@ -153,3 +158,14 @@ class PromptEncoder:
         # Also for text: a tokenizer may know more tokens than the model has embeddings for.
         self.check_ids(tokens, "the prompt", field)
         return Prompt(tokens, text)
+
+
+def _up_to_last(text: str, content: str) -> str:
+    """The conversation's text without what the template puts behind the last message. Raises ``PromptError``."""
+    for wanted in (content, content.strip()):  # templates may strip what they are given
+        if wanted and (start := text.rfind(wanted)) >= 0:
+            return text[: start + len(wanted)]
+    raise PromptError(
+        "continue_final_message: the chat template changes the last message, so that nothing can go on from it",
+        "continue_final_message",
+    )

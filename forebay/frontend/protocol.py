@@ -1,7 +1,11 @@
-"""Bodies that the API takes: OpenAI's names plus a few of vLLM's. Strict: nothing is accepted and ignored.
+"""Bodies that the API takes: OpenAI's names plus a few of vLLM's, by what happens to them.
 
-A field that is not here is refused by name. A field that OpenAI has and Forebay does not do is in `_Unsupported`: it may carry
-the value that asks for nothing (null, [], ...), so that clients which always send it work, and is refused otherwise.
+    used       typed fields: they decide the text or its form
+    hints      `HINTS`: labels and wishes that cannot change the text; any value is taken
+    refused    `NEUTRAL`: what Forebay does not do; only the values that ask for nothing are taken
+    unknown    everything else is refused by name, so that no misspelt field is ignored
+
+docs/HTTP.md lists every field; a test compares that table with these classes.
 """
 
 from typing import Any, TypeVar
@@ -11,34 +15,58 @@ import msgspec
 from forebay.frontend.errors import ApiError, bad_body
 
 _NULL = msgspec.Raw(b"null")
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
+
+HINTS = frozenset(
+    {
+        "annotations",
+        "cache_control",
+        "metadata",
+        "prompt_cache_key",
+        "prompt_cache_options",
+        "prompt_cache_retention",
+        "provider_specific_fields",
+        "request_id",
+        "safety_identifier",
+        "service_tier",
+        "store",
+        "thinking_blocks",
+        "user",
+        "verbosity",
+    }
+)
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "allowed_token_ids": (),
     "audio": (),
+    "bad_words": ([],),
     "best_of": (1,),
-    "echo": (False,),
-    "function_call": ("none",),
+    "detokenize": (True,),
+    "early_stopping": (False,),
+    "function_call": ("none", "auto"),
     "functions": ([],),
+    "include_reasoning": (True,),
     "include_stop_str_in_output": (False,),
-    "metadata": ({},),
+    "length_penalty": (1, 1.0),
     "modalities": ([], ["text"]),
     "parallel_tool_calls": (True, False),  # says something about tools, and there are none
     "prediction": (),
-    "prompt_logprobs": (),
-    "reasoning_effort": ("none",),
     "response_format": ({"type": "text"},),
-    "service_tier": ("auto", "default"),
-    "store": (False,),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "spaces_between_special_tokens": (True, False),
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
+    "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
-    "verbosity": ("medium",),
     "web_search_options": (),
-    "name": (),
-    "tool_calls": ([],),
-    "tool_call_id": (),
-    "refusal": (),
-    "annotations": ([],),
+    "image_url": (),
+    "input_audio": (),
+    "file": (),
 }
+
+
+class Whole(int):
+    """A whole number, also where a JSON writer prints it as ``2.0``."""
 
 
 class _Strict(msgspec.Struct, forbid_unknown_fields=True):
@@ -46,93 +74,138 @@ class _Strict(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class StreamOptions(_Strict, kw_only=True):
-    include_usage: bool = False
-    include_obfuscation: bool = False
+    """``include_obfuscation`` pads events against readers on the way; without padding the text is the same."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None
 
 
-class _Unsupported(_Strict, kw_only=True):
-    """Fields of both endpoints that only their neutral values may be given."""
+class _Taken(_Strict, kw_only=True):
+    """Hints, and fields that only their neutral values may be given, of both endpoints."""
 
+    allowed_token_ids: msgspec.Raw = _NULL
+    bad_words: msgspec.Raw = _NULL
     best_of: msgspec.Raw = _NULL
+    detokenize: msgspec.Raw = _NULL
+    early_stopping: msgspec.Raw = _NULL
     include_stop_str_in_output: msgspec.Raw = _NULL
+    length_penalty: msgspec.Raw = _NULL
     metadata: msgspec.Raw = _NULL
-    prompt_logprobs: msgspec.Raw = _NULL
+    prompt_cache_key: msgspec.Raw = _NULL
+    prompt_cache_options: msgspec.Raw = _NULL
+    prompt_cache_retention: msgspec.Raw = _NULL
+    request_id: msgspec.Raw = _NULL
     response_format: msgspec.Raw = _NULL
+    return_token_ids: msgspec.Raw = _NULL
+    return_tokens_as_token_ids: msgspec.Raw = _NULL
+    safety_identifier: msgspec.Raw = _NULL
     service_tier: msgspec.Raw = _NULL
+    spaces_between_special_tokens: msgspec.Raw = _NULL
     store: msgspec.Raw = _NULL
+    truncate_prompt_tokens: msgspec.Raw = _NULL
     use_beam_search: msgspec.Raw = _NULL
+    user: msgspec.Raw = _NULL
+    verbosity: msgspec.Raw = _NULL
 
 
-class _Sampling(_Unsupported, kw_only=True):
-    """What both endpoints take. ``None`` = not given. ``user`` is a name for the caller's own records."""
+class _Sampling(_Taken, kw_only=True):
+    """What both endpoints use. ``None`` = not given."""
 
     model: str
     cache_salt: str | None = None
     frequency_penalty: float | None = None
     ignore_eos: bool | None = None
     logit_bias: dict[int, float] | None = None
-    max_tokens: int | None = None
+    logprobs: bool | int | None = None
+    max_completion_tokens: Whole | None = None
+    max_tokens: Whole | None = None
     min_p: float | None = None
-    min_tokens: int | None = None
-    n: int | None = None
+    min_tokens: Whole | None = None
+    n: Whole | None = None
     no_store: bool | None = None
     presence_penalty: float | None = None
-    priority: int | None = None
+    priority: Whole | None = None
     repetition_penalty: float | None = None
-    seed: int | None = None
+    seed: Whole | None = None
     skip_special_tokens: bool | None = None
     stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: list[Whole] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     temperature: float | None = None
-    top_k: int | None = None
+    top_k: Whole | None = None
+    top_logprobs: Whole | None = None
     top_p: float | None = None
-    user: str | None = None
 
 
 class CompletionRequest(_Sampling, kw_only=True):
     prompt: str | list[str | int | list[int]]
-    logprobs: int | None = None
-    echo: msgspec.Raw = _NULL
+    add_special_tokens: bool | None = None
     suffix: msgspec.Raw = _NULL
 
 
-class TextPart(_Strict, kw_only=True):
+class Part(_Strict, kw_only=True):
+    """A part of a message's content: text, or what an assistant said instead of an answer."""
+
     type: str
-    text: str = ""
+    text: str | None = None
+    refusal: str | None = None
+    annotations: msgspec.Raw = _NULL
+    cache_control: msgspec.Raw = _NULL
+    file: msgspec.Raw = _NULL
     image_url: msgspec.Raw = _NULL
     input_audio: msgspec.Raw = _NULL
-    file: msgspec.Raw = _NULL
+
+
+class Function(msgspec.Struct, kw_only=True):
+    """A call that an assistant made: ``arguments`` is JSON as text, or the object itself."""
+
+    name: str
+    arguments: str | dict[str, Any] | None = None
+
+
+class ToolCall(msgspec.Struct, kw_only=True):
+    """Also what else clients send back with a call (``index``, labels of other servers), which is not looked at."""
+
+    function: Function
+    id: str | None = None
+    type: str | None = None
 
 
 class Message(_Strict, kw_only=True):
     role: str
-    content: str | list[TextPart] | None = None
+    content: str | list[Part] | None = None
+    function_call: Function | None = None
+    name: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    refusal: str | None = None
+    tool_call_id: str | None = None
+    tool_calls: list[ToolCall] | None = None
     annotations: msgspec.Raw = _NULL
     audio: msgspec.Raw = _NULL
-    function_call: msgspec.Raw = _NULL
-    name: msgspec.Raw = _NULL
-    refusal: msgspec.Raw = _NULL
-    tool_call_id: msgspec.Raw = _NULL
-    tool_calls: msgspec.Raw = _NULL
+    cache_control: msgspec.Raw = _NULL
+    provider_specific_fields: msgspec.Raw = _NULL
+    thinking_blocks: msgspec.Raw = _NULL
 
 
 class ChatRequest(_Sampling, kw_only=True):
     messages: list[Message]
-    logprobs: bool | None = None
-    max_completion_tokens: int | None = None
-    top_logprobs: int | None = None
+    add_generation_prompt: bool | None = None
+    add_special_tokens: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    continue_final_message: bool | None = None
+    reasoning_effort: str | None = None
     audio: msgspec.Raw = _NULL
     function_call: msgspec.Raw = _NULL
     functions: msgspec.Raw = _NULL
+    include_reasoning: msgspec.Raw = _NULL
     modalities: msgspec.Raw = _NULL
     parallel_tool_calls: msgspec.Raw = _NULL
     prediction: msgspec.Raw = _NULL
-    reasoning_effort: msgspec.Raw = _NULL
     tool_choice: msgspec.Raw = _NULL
     tools: msgspec.Raw = _NULL
-    verbosity: msgspec.Raw = _NULL
     web_search_options: msgspec.Raw = _NULL
 
 
@@ -144,6 +217,8 @@ class TokenizeRequest(_Strict, kw_only=True):
     messages: list[Message] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    continue_final_message: bool | None = None
 
 
 class DetokenizeRequest(_Strict, kw_only=True):
@@ -162,15 +237,25 @@ T = TypeVar("T")
 def decode_body(body: bytes, kind: type[T]) -> T:
     """The request in ``body``. Raises ``ApiError`` (400) naming the field, what was given and what is allowed."""
     try:
-        request = msgspec.json.decode(body, type=kind)
+        request = msgspec.json.decode(body, type=kind, dec_hook=_whole)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise bad_body(error) from None
     refuse_unsupported(request)
     return request
 
 
+def _whole(kind: type, value: object) -> Whole:
+    assert kind is Whole
+    if isinstance(value, int) and not isinstance(value, bool):
+        return Whole(value)
+    if isinstance(value, float) and value.is_integer():
+        return Whole(int(value))
+    got = {bool: "bool", str: "str", float: "float", list: "array", dict: "object"}
+    raise ValueError(f"Expected `int`, got `{got[type(value)]}`")
+
+
 def refuse_unsupported(value: object, where: str = "") -> None:
-    """Raises ``ApiError`` (400) for a field of `_NEUTRAL` that asks for something."""
+    """Raises ``ApiError`` (400) for a field of `NEUTRAL` that asks for something."""
     assert isinstance(value, msgspec.Struct)
     for name in value.__struct_fields__:
         raw = getattr(value, name)
@@ -180,8 +265,10 @@ def refuse_unsupported(value: object, where: str = "") -> None:
             asked = msgspec.json.decode(raw)
         except (msgspec.DecodeError, RecursionError) as error:
             raise bad_body(error) from None
-        neutral = _NEUTRAL.get(name, ())
-        if not any(asked == allowed and type(asked) is type(allowed) for allowed in neutral):
+        neutral = NEUTRAL.get(name, ())
+        if name not in HINTS and not any(
+            asked == allowed and type(asked) is type(allowed) for allowed in neutral
+        ):
             without = " or ".join(
                 ["null", *(msgspec.json.encode(allowed).decode() for allowed in neutral)]
             )

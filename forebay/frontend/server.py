@@ -5,6 +5,7 @@ bind (a port in use is known before anything is loaded) -> model files -> planne
 
 import asyncio
 import contextlib
+import errno
 import os
 import resource
 import select
@@ -14,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import uvicorn
 import uvloop
@@ -28,7 +30,7 @@ from forebay.observe.flight import save_incident
 from forebay.observe.metrics import Metrics
 from forebay.observe.output import unhurried_output
 from forebay.runtime.launch import start_planner
-from forebay.settings import Settings
+from forebay.settings import Settings, listed
 
 BACKLOG = 2048
 STALL_MS = 60_000  # a client that takes none of what was sent to it
@@ -51,60 +53,75 @@ def serve(model: str, settings: Settings) -> int:
     Raises, before anything runs, one-line errors of the user's making: ``ListenError``, ``models.errors.ModelError``,
     ``runtime.launch.StartError``.
     """
-    if settings.api_key == "":
-        raise ListenError(
-            "--api-key is empty, which would let everyone in; give a key, or leave it out for an open server"
-        )
     _allow_many_connections()
-    with unhurried_output(), listen(settings.host, settings.port) as sock:
+    with unhurried_output(), contextlib.ExitStack() as stack:
+        socks = [stack.enter_context(sock) for sock in listen_all(settings.host, settings.port)]
         resolved = resolve_model(model)
         planner = start_planner(resolved, settings)
         bound = _EndBound(planner.process.pid)
         bound.start()
         try:
-            served = load_served_model(
-                resolved.path, settings.served_model_name or resolved.name, planner.max_context
-            )
+            name = listed(settings.served_model_name or resolved.name)[0]
+            served = load_served_model(resolved.path, name, planner.max_context)
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-                return runner.run(serve_on(sock, planner, served, settings, bound.begin))
+                return runner.run(serve_on(socks, planner, served, settings, bound.begin))
         finally:
             bound.begin()
             planner.stop(PLANNER_STOP_S)
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """A listening socket. Raises ``ListenError``."""
+def listen_all(host: str, port: int) -> list[socket.socket]:
+    """A listening socket for each address of ``host`` (`localhost` has one in each family), all with one port.
+
+    Raises ``ListenError``.
+    """
     try:
-        family, kind, proto, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-    except socket.gaierror as error:
-        raise ListenError(
-            f"--host is {host!r}: {error.strerror}; give an address of this machine"
-        ) from None
-    sock = socket.socket(family, kind, proto)
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (OSError, UnicodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "no name of a host"
+        raise ListenError(f"--host is {host!r}: {why}; give an address of this machine") from None
+    addresses = list(dict.fromkeys((family, address) for family, _, _, _, address in found))
+    socks: list[socket.socket] = []
+    refusals: list[OSError] = []
+    for family, address in addresses:
+        if port == 0 and socks:
+            address = (address[0], socks[0].getsockname()[1], *address[2:])
+        try:
+            socks.append(_listen(family, address))
+        except OSError as error:
+            refusals.append(error)
+    in_use = next((error for error in refusals if error.errno == errno.EADDRINUSE), None)
+    if socks and (in_use is None or port == 0):  # a family that this machine has not is no loss
+        return socks
+    for sock in socks:
+        sock.close()
+    hint = "give another --host or --port, or port 0 for a free one"
+    reason = (in_use or refusals[0]).strerror
+    raise ListenError(f"cannot listen on {host} port {port}: {reason}; {hint}")
+
+
+def _listen(family: int, address: Any) -> socket.socket:
+    """Raises ``OSError``."""
+    sock = socket.socket(family, socket.SOCK_STREAM)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, STALL_MS)  # connections inherit it
     try:
         sock.bind(address)
         sock.listen(BACKLOG)  # binding alone would not notice a port in use that allows reuse
-    except OSError as error:
+    except OSError:
         sock.close()
-        hint = "give another --host or --port, or port 0 for a free one"
-        raise ListenError(
-            f"cannot listen on {host} port {port}: {error.strerror}; {hint}"
-        ) from None
+        raise
     return sock
 
 
 async def serve_on(
-    sock: socket.socket,
+    socks: list[socket.socket],
     planner: Planner,
     model: ServedModel,
     settings: Settings,
     on_ending: Callable[[], None] = lambda: None,
 ) -> int:
-    """Serve over a listening socket until SIGINT, SIGTERM or the engine's death; the exit status. ``on_ending``: called as soon as
+    """Serve over listening sockets until SIGINT, SIGTERM or the engine's death; the exit status. ``on_ending``: called as soon as
     one of them has come."""
     started_at = time.monotonic()
     metrics = Metrics()
@@ -119,6 +136,8 @@ async def serve_on(
             log_config=None,
             log_level="error",
             access_log=False,
+            proxy_headers=False,
+            timeout_keep_alive=settings.keep_alive_s,
             timeout_graceful_shutdown=DRAIN_S,
         )
     )
@@ -130,12 +149,12 @@ async def serve_on(
         loop.add_signal_handler(signal.SIGINT, ending.on_signal, EXIT_INTERRUPTED)
         loop.add_signal_handler(signal.SIGTERM, ending.on_signal, 0)
     engine.death.add_done_callback(ending.on_death)
-    host, port = sock.getsockname()[:2]
+    host, port = socks[0].getsockname()[:2]
     address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     _say(f"listening on {address}; loading {model.name}")
     announcement = asyncio.create_task(_announce(engine, model.name, address, started_at))
     try:
-        await server.serve(sockets=[sock])
+        await server.serve(sockets=socks)
     finally:
         announcement.cancel()
         engine.close()

@@ -10,7 +10,7 @@ import pytest
 import uvloop
 
 from forebay.frontend.model import ServedModel, load_served_model
-from forebay.frontend.server import listen, serve_on
+from forebay.frontend.server import listen_all, serve_on
 from forebay.settings import Settings
 from tests.frontend.fake_planner import DEADLINE_S, FakePlanner
 from tests.frontend.served import MODEL, Server, says, wait_ready
@@ -28,8 +28,8 @@ def start_server(text_model: ServedModel) -> Iterator[Callable[..., Server]]:
     started: list[Server] = []
 
     def start(settings: Settings | None = None, planner: FakePlanner | None = None) -> Server:
-        sock = listen("127.0.0.1", 0)
-        port = sock.getsockname()[1]
+        socks = listen_all("127.0.0.1", 0)
+        port = socks[0].getsockname()[1]
         planner = planner or FakePlanner(says("hello"), CONTEXT)
         status: list[int] = []
 
@@ -37,7 +37,7 @@ def start_server(text_model: ServedModel) -> Iterator[Callable[..., Server]]:
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
                 status.append(
                     runner.run(
-                        serve_on(sock, planner, text_model, settings or Settings(store="none"))
+                        serve_on(socks, planner, text_model, settings or Settings(store="none"))
                     )
                 )
 

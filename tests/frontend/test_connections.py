@@ -28,6 +28,12 @@ def keyed_server(start_server: Callable[..., Server]) -> Server:
     return wait_ready(start_server(Settings(api_key="a key")))
 
 
+@pytest.fixture(scope="module")
+def brisk_server(start_server: Callable[..., Server]) -> Server:
+    """Its connections are let go after a second."""
+    return wait_ready(start_server(Settings(keep_alive_s=1, store="none")))
+
+
 def read_to_end(client: socket.socket) -> bytes:
     """All that comes until the server closes; a reset counts as the end."""
     parts = []
@@ -126,12 +132,13 @@ def test_empty_lines_are_no_request(
         error_of(trickle(client, b"\r\n"), 408)
 
 
-def test_a_connection_that_says_nothing_is_closed(
-    server: Server, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("before", [b"", HEALTH + b"\r\n"], ids=["first", "after an answer"])
+def test_a_connection_that_says_nothing_is_closed_after_the_time_that_is_set(
+    brisk_server: Server, before: bytes
 ) -> None:
-    monkeypatch.setattr(connection, "HEAD_S", 0.1)
-    with connect(server) as client:
-        assert read_to_end(client) == b""
+    with connect(brisk_server) as client:
+        client.sendall(before)
+        assert read_to_end(client).count(b"HTTP/1.1 200 ") == bool(before)
 
 
 def test_a_body_that_does_not_come_to_its_end(
@@ -179,7 +186,7 @@ def test_a_large_body_does_not_hide_another_refusal(keyed_server: Server, method
 def test_a_body_that_goes_on_and_on_after_its_refusal(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connection, "IDLE_S", 0.3)
+    monkeypatch.setattr(connection, "DROP_S", 0.3)
     with connect(server) as client:
         client.sendall(
             b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99999999999\r\n\r\n"
@@ -190,10 +197,10 @@ def test_a_body_that_goes_on_and_on_after_its_refusal(
                 client.sendall(bytes(1 << 16))
 
 
-def test_a_body_that_nobody_reads_has_the_idle_time_to_end(
+def test_a_body_that_nobody_reads_has_a_time_to_end(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connection, "IDLE_S", 0.3)
+    monkeypatch.setattr(connection, "DROP_S", 0.3)
     with connect(server) as client:
         client.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\n")
         assert client.recv(1 << 16).startswith(b"HTTP/1.1 200 ")
@@ -215,7 +222,8 @@ def test_the_second_of_two_requests_may_wait_for_the_answer_to_the_first(
         )
         server.planner.wait_for(lambda: len(server.planner.submits) == 1)
         with connect(server) as other:  # its time is over after that of the half head
-            assert read_to_end(other) == b""
+            other.sendall(HEALTH)
+            error_of(read_to_end(other), 408)
         server.planner.allow(None)
         answer = b""
         while b"[DONE]" not in answer:
@@ -249,7 +257,7 @@ def test_an_answer_is_whole_though_what_follows_is_no_http(server: Server) -> No
 def test_the_kernel_gives_up_a_client_that_takes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_module, "STALL_MS", 500)
     with (
-        server_module.listen("127.0.0.1", 0) as listening,
+        server_module.listen_all("127.0.0.1", 0)[0] as listening,
         socket.create_connection(listening.getsockname()),
     ):
         accepted, _ = listening.accept()

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from forebay.frontend.asked import Conversation
 from forebay.frontend.prompts import PromptEncoder, PromptError
 
 
@@ -19,7 +20,10 @@ class Wide:
         return "".join(map(chr, ids))
 
     def apply_chat_template(
-        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        **variables: Any,
     ) -> str:
         return "".join(str(message["content"]) for message in messages)
 
@@ -35,7 +39,7 @@ def test_a_token_that_the_model_has_no_embedding_for_is_refused_however_it_comes
     with pytest.raises(PromptError, match="token id 256; the model's ids are 0 to 255"):
         asyncio.run(encoder.from_text("hi #"))
     with pytest.raises(PromptError, match="token id 256"):
-        asyncio.run(encoder.from_messages([{"role": "user", "content": "#"}]))
+        asyncio.run(encoder.encode(Conversation(({"role": "user", "content": "#"},))))
     with pytest.raises(PromptError, match="token id 256"):
         encoder.from_tokens([1, 256])
     assert asyncio.run(encoder.from_text("hi")).tokens == [104, 105]
