@@ -31,25 +31,41 @@ FLAGS = (
 COMPILERS = ("cc", "gcc", "clang")
 _COMPILE_S = 120
 
+_may_compile = True
+
 
 class NotCompiled(Exception):
     """The library cannot be had here. One line; there is another implementation of what it does."""
 
 
+def compile_nothing() -> None:
+    """From now on this process takes what has been compiled before, and compiles nothing itself
+    (`--kernels torch`). Its parent says so to every process of a server, before it loads anything."""
+    global _may_compile
+    _may_compile = False
+
+
+def may_compile() -> bool:
+    """Whether this process compiles what it does not find; what its children are told."""
+    return _may_compile
+
+
 @dataclass(frozen=True)
 class Sources:
-    """``names`` in ``directory``: the file to compile first, then what it includes. ``what``: what the line that is printed while it
-    is compiled calls it, or "" if it takes so little that nothing need be said."""
+    """``names`` in ``directory``: the file to compile first, then what it includes. ``what``: what
+    the line that is printed while it is compiled calls it."""
 
     directory: Path
     names: tuple[str, ...]
-    what: str = ""
+    what: str
 
     def load(self) -> ctypes.CDLL:
         """The loaded library. Raises `NotCompiled`."""
         compiler = _compiler()
         path = _cache() / f"{self._digest(compiler)}.so"
         if not path.exists():
+            if not _may_compile:
+                raise NotCompiled("--kernels torch compiles nothing")
             self._build(compiler, path)
         try:
             return ctypes.CDLL(str(path))
@@ -78,12 +94,11 @@ class Sources:
                 fcntl.flock(lock, fcntl.LOCK_EX)
                 if path.exists():  # another process was faster
                     return
-                if self.what:
-                    print(
-                        f"forebay: compiling {self.what} for this machine (once)",
-                        file=sys.stderr,
-                        flush=True,
-                    )
+                print(
+                    f"forebay: compiling {self.what} for this machine (once)",
+                    file=sys.stderr,
+                    flush=True,
+                )
                 unfinished = path.with_suffix(".tmp")
                 command = [
                     *compiler,

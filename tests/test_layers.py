@@ -13,7 +13,7 @@ LAYERS = {
     "store": {"core", "observe", "settings", "compiled"},
     "models": {"core", "compiled"},
     "sim": {"core", "store", "observe", "settings"},
-    "runtime": {"core", "observe", "store", "models", "settings"},
+    "runtime": {"core", "observe", "store", "models", "settings", "compiled"},
     "frontend": {"core", "observe", "models", "runtime", "settings"},
     "bench": {"core", "observe", "models", "runtime", "store", "sim", "frontend", "settings"},
     "cli": {

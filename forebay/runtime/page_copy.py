@@ -1,21 +1,25 @@
 """Pages of one piece (keys, values or scales of one layer) from one pool to another, without the interpreter's lock.
 
-On a CPU that is one call of a compiled loop of memcpy for all pages (`models.native`): a tensor copy for each page of each layer costs
-more than its bytes. Elsewhere, and without a compiler, PyTorch copies.
+On a CPU that is one call of a compiled loop of memcpy for all pages (`native/pages.c`): a tensor copy
+for each page of each layer costs more than its bytes. Elsewhere, and where nothing is compiled,
+PyTorch copies.
 """
 
 from collections.abc import Sequence
-from ctypes import c_int64, c_void_p
+from ctypes import CDLL, c_int64, c_void_p
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from forebay.compiled import NotCompiled, Sources
 from forebay.core.messages import Copy
-from forebay.models.native.build import NoKernels, library
 
 Pages = npt.NDArray[np.int64]
+SOURCES = Sources(Path(__file__).parent / "native", ("pages.c",), "page copies")
 
 
 class PagePairs:
@@ -71,12 +75,21 @@ def _stride(pages: Tensor) -> int:
     return pages.stride(0) * pages.element_size()
 
 
+@cache
+def library() -> CDLL | None:
+    """The compiled loop's library, or None where it cannot be had."""
+    try:
+        return SOURCES.load()
+    except NotCompiled:
+        return None
+
+
 def _copy_pages() -> Any:
     """The compiled loop, or None where it cannot be had."""
-    try:
-        copy_pages = library().forebay_copy_pages
-    except NoKernels:
+    compiled = library()
+    if compiled is None:
         return None
+    copy_pages = compiled.forebay_copy_pages
     copy_pages.argtypes = [
         c_void_p,
         c_int64,

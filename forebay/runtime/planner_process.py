@@ -17,6 +17,7 @@ from pathlib import Path
 import msgspec
 import zmq
 
+from forebay import compiled
 from forebay.core.hashing import root_hash
 from forebay.core.messages import (
     Abort,
@@ -49,7 +50,7 @@ from forebay.runtime.ranks import END_S, Endpoints, Ranks
 from forebay.runtime.store_access import StoreDesk, StoreView
 from forebay.runtime.store_flush import StoreFlushes
 from forebay.runtime.telemetry import Telemetry
-from forebay.settings import FetchRoute, HostMode, Schedule, Settings
+from forebay.settings import FetchRoute, HostMode, Kernels, Schedule, Settings
 from forebay.store.backends.open import StoreURLError
 from forebay.store.breaker import State
 
@@ -461,6 +462,8 @@ def worker_template(
 def main() -> None:
     boot = read_boot(PlannerBoot)
     die_with_parent(boot.parent_pid)
+    if boot.settings.kernels is Kernels.TORCH:
+        compiled.compile_nothing()
     config = planner_config(boot)
     meter = Meter()
     with unhurried_output():

@@ -5,13 +5,17 @@ Its life is tied to its parent's (the planner) before `runtime.worker_loop` is i
 
 import os
 
+from forebay import compiled
 from forebay.runtime.boot import WorkerBoot, die_with_parent, read_boot
+from forebay.settings import Kernels
 
 
 def main() -> None:
     """Entry point of the process. Exit status 0 after Stop, 1 after a Fault."""
     boot = read_boot(WorkerBoot)
     die_with_parent(boot.parent_pid)
+    if boot.kernels == Kernels.TORCH:
+        compiled.compile_nothing()
     from forebay.runtime.worker_loop import serve
 
     status = serve(boot)

@@ -207,9 +207,3 @@ EXPORT int forebay_head(Engine *engine, const void *norm, const void *weight, co
     else head_f32(engine, norm, weight, hidden, rows, outputs, out);
     return 0;
 }
-
-/* `count` pieces of `bytes` each, between pages that lie a stride apart: to page to_pages[i] of `to` from page from_pages[i] of `from`. */
-EXPORT void forebay_copy_pages(char *to, int64_t to_stride, const int64_t *to_pages, const char *from, int64_t from_stride,
-                               const int64_t *from_pages, int64_t count, int64_t bytes) {
-    for (int64_t i = 0; i < count; i++) memcpy(to + to_pages[i] * to_stride, from + from_pages[i] * from_stride, (size_t)bytes);
-}

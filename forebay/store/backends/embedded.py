@@ -18,6 +18,7 @@ from pathlib import Path
 
 import platformdirs
 
+from forebay import compiled
 from forebay.store.backend import Capabilities, GetItem, Health, PutItem, Status, StoreUse
 from forebay.store.backends.forebay import ForebayStore
 from forebay.store.client.prefetcher import PrefetchOptions
@@ -42,6 +43,7 @@ class EmbeddedStore:
             "ssd": ssd,
             "secret": self.secret,
             "listen": "127.0.0.1:0",
+            "compile": compiled.may_compile(),
         }
         self._child = _spawn()
         try:

@@ -8,6 +8,7 @@ import signal
 import sys
 from pathlib import Path
 
+from forebay import compiled
 from forebay.observe.output import unhurried_output
 from forebay.store.address import Address
 from forebay.store.holder.log.files import Lock
@@ -38,6 +39,8 @@ def _free_directory(directory: Path) -> Path:
 
 def _main() -> int:
     boot = json.loads(sys.stdin.buffer.readline())
+    if not boot["compile"]:
+        compiled.compile_nothing()
     secret = boot["secret"].encode()
     listen = Address.parse(boot["listen"])
     try:
