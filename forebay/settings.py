@@ -23,6 +23,15 @@ from forebay.core.transfers.policy import FetchPolicy
 
 ENVIRONMENT_PREFIX = "FOREBAY_"
 OTHER_VARIABLES = frozenset({"FOREBAY_CACHE_DIR"})
+# What Kubernetes sets in every container of a namespace that has a service called forebay, or
+# forebay-SOMETHING (kubernetes.io, "Services": environment variables).
+_SERVICE_NAME = re.compile(
+    r"FOREBAY_(?:\w+_)?(?:SERVICE_HOST|SERVICE_PORT(?:_\w+)?"
+    r"|PORT_\d+_(?:TCP|UDP|SCTP)(?:_PROTO|_PORT|_ADDR)?)",
+    re.ASCII,
+)
+_SERVICE_PORT_NAME = re.compile(r"FOREBAY_(?:\w+_)?PORT", re.ASCII)
+_SERVICE_PORT_VALUE = re.compile(r"(?:tcp|udp|sctp)://(?:[\w.-]+|\[[0-9A-Fa-f:]+\]):\d+", re.ASCII)
 _UNITS = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
 
 
@@ -349,7 +358,7 @@ def resolve(
         field = _known(key, known, str(file))
         given[field.name] = (f"{key} in {file}", value)
     for key, value in (os.environ if environment is None else environment).items():
-        if key.startswith(ENVIRONMENT_PREFIX) and key not in OTHER_VARIABLES:
+        if key.startswith(ENVIRONMENT_PREFIX) and not _is_for_others(key, value):
             field = _known(
                 key.removeprefix(ENVIRONMENT_PREFIX).lower(), known, f"the environment ({key})"
             )
@@ -397,6 +406,13 @@ def _check_texts(settings: Settings) -> None:
             raise SettingsError(
                 f"--cors-origins has {origin!r}; write it as http://HOST:PORT, without a path"
             )
+
+
+def _is_for_others(key: str, value: str) -> bool:
+    """Whether a variable is no setting but somebody else's word, whom nobody can ask not to say it."""
+    if key in OTHER_VARIABLES or _SERVICE_NAME.fullmatch(key):
+        return True
+    return bool(_SERVICE_PORT_NAME.fullmatch(key) and _SERVICE_PORT_VALUE.fullmatch(value))
 
 
 def parse_size(text: str | int) -> int:
