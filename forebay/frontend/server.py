@@ -29,6 +29,7 @@ from forebay.models.resolve import resolve_model
 from forebay.observe.flight import save_incident
 from forebay.observe.metrics import Metrics
 from forebay.observe.output import unhurried_output
+from forebay.runtime.child_end import ChildEnd
 from forebay.runtime.launch import start_planner
 from forebay.settings import Settings, listed
 
@@ -229,13 +230,13 @@ class _EndBound(threading.Thread):
     def __init__(self, planner_pid: int) -> None:
         super().__init__(name="end-bound", daemon=True)
         self._begun = os.eventfd(0)
-        self._planner = os.pidfd_open(planner_pid)
+        self._planner = ChildEnd(planner_pid)
 
     def begin(self) -> None:
         os.eventfd_write(self._begun, 1)
 
     def run(self) -> None:
-        select.select([self._begun, self._planner], (), ())
+        select.select([self._begun, self._planner.fileno()], (), ())
         time.sleep(FORCE_S)
         os._exit(EXIT_ENGINE_LOST)
 

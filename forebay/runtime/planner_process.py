@@ -163,7 +163,7 @@ class PlannerProcess:
             self._plans,
             self._io,
             self._answered,
-            *(self._ranks.pidfds if self._ranks else ()),
+            *(self._ranks.end_fds if self._ranks else ()),
         ):
             self._poller.register(source, zmq.POLLIN)
 

@@ -3,11 +3,11 @@
         spawn --Hello--> loading --Loaded from all--> Allocate to all --Ready from all--> GridReady
           '---------'---------'----- death, Fault, or silence ------------------------> GridLost
 
-Every rank is a child of the planner's process and ends with it. A rank's death shows at once through its pidfd.
+Every rank is a child of the planner's process and ends with it. A rank's death shows at once
+(`runtime.child_end`).
 """
 
 import contextlib
-import os
 import select
 import signal
 import subprocess
@@ -38,6 +38,7 @@ from forebay.core.messages import (
 )
 from forebay.core.planner import Event, GridLost, GridReady
 from forebay.runtime.boot import PlannerBoot, WorkerBoot, new_identity
+from forebay.runtime.child_end import ChildEnd
 from forebay.runtime.spawn import is_stopped, spawn_worker
 
 HELLO_S = 120.0  # an interpreter that imports torch from a cold disk
@@ -54,7 +55,7 @@ FIRST_RANK_RING = 2  # `runtime.boot.ring_names`
 @dataclass(slots=True)
 class _Rank:
     process: subprocess.Popen[bytes]
-    pidfd: int
+    end: ChildEnd
     plan_identity: bytes
     io_identity: bytes
     heard_at: float
@@ -90,14 +91,15 @@ class Ranks:
                 msgspec.structs.replace(own, ring_fd=boot.ring_fds[FIRST_RANK_RING + rank])
             )
             self._ranks.append(
-                _Rank(process, os.pidfd_open(process.pid), plan_identity, io_identity, now)
+                _Rank(process, ChildEnd(process.pid), plan_identity, io_identity, now)
             )
         self._by_identity = {rank.plan_identity: index for index, rank in enumerate(self._ranks)}
         self._by_identity |= {rank.io_identity: index for index, rank in enumerate(self._ranks)}
 
     @property
-    def pidfds(self) -> list[int]:
-        return [rank.pidfd for rank in self._ranks]
+    def end_fds(self) -> list[int]:
+        """Each readable once its rank has ended."""
+        return [rank.end.fileno() for rank in self._ranks]
 
     def rank_of(self, identity: bytes) -> int | None:
         """Whose channel this is; None for a stranger or a rank of an earlier epoch."""
@@ -202,7 +204,7 @@ class Ranks:
             assert rank.process.stdin is not None
             with contextlib.suppress(OSError):
                 rank.process.stdin.close()
-            os.close(rank.pidfd)
+            rank.end.close()
         self._ranks.clear()
         self._by_identity.clear()
 
@@ -243,7 +245,7 @@ class Ranks:
         None: another rank has ended by an error of its own, which it has said or `watch` will.
         """
         if not fault.hopeless:
-            select.select(self.pidfds, (), (), DEATH_S)
+            select.select(self.end_fds, (), (), DEATH_S)
         for index, other in enumerate(self._ranks):
             code = other.process.poll()
             if code is not None and code < 0:
