@@ -4,6 +4,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 MODEL ?= demo
+# Processes that share the tests.
+JOBS ?= 2
 
 .PHONY: demo test test-slow serve lint fuzz setup clean
 
@@ -22,7 +24,7 @@ demo: $(READY)
 	@$(BIN)/python examples/demo.py
 
 test: $(READY)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
 test-slow: $(READY)
 	$(BIN)/python -m pytest -m slow

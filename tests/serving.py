@@ -11,8 +11,9 @@ from pathlib import Path
 import psutil
 
 from forebay.runtime.boot import set_death_signal
+from tests.pace import paced
 
-DEADLINE_S = 90.0
+DEADLINE_S = paced(90.0)
 OPTIONS = ["--pp", "2", "--page-size", "8", "--device-memory", "4MiB", "--threads-per-rank", "1"]
 WORKER = "forebay.runtime.worker"
 FOREBAY = [sys.executable, "-m", "forebay.cli"]

@@ -12,8 +12,9 @@ import psutil
 import pytest
 
 from tests.frontend.tiny_text import write_random_weights, write_text_model
+from tests.pace import paced
 
-DEADLINE_S = 120.0
+DEADLINE_S = paced(120.0)
 LOAD = [
     "--input-len",
     "448",
@@ -109,7 +110,7 @@ def test_a_run_that_is_cut_off_leaves_nothing_running_and_what_is_done_is_kept(
     process.send_signal(number)
     assert process.wait(DEADLINE_S) == (130 if number is signal.SIGINT else -signal.SIGKILL)
     assert process.stderr is not None and "Traceback" not in process.stderr.read()
-    _, alive = psutil.wait_procs(children, timeout=20)
+    _, alive = psutil.wait_procs(children, timeout=paced(20))
     assert not alive
     rounds = json.loads(output.read_text())["rounds_done"]
     assert 1 <= rounds < 50

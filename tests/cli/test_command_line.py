@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 import forebay
 from forebay.cli.main import app, run
 from forebay.settings import fields
+from tests.pace import paced
 from tests.sim.traffic import conversations, write_trace
 
 
@@ -164,7 +165,11 @@ loaded = [name for name in {heavy!r} if name in sys.modules]
 assert not loaded, loaded
 """
     done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=paced(60),
+        check=False,
     )
     assert done.returncode == 0, done.stderr
 
@@ -177,7 +182,7 @@ def test_help_loads_nothing_heavy() -> None:
         "sys.exit(f'loaded {sorted(heavy)}' if heavy or status else 0)"
     )
     done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=paced(60)
     )
     assert done.returncode == 0, done.stderr
 

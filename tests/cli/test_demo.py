@@ -12,8 +12,9 @@ import pytest
 
 from forebay.bench.scratch import scratch_directory
 from forebay.models.gguf import cache_dir
+from tests.pace import paced
 
-DEADLINE_S = 120.0
+DEADLINE_S = paced(120.0)
 DEMO = Path(__file__).parents[2] / "examples" / "demo.py"
 
 
@@ -42,7 +43,7 @@ def test_a_demo_that_is_cut_off_leaves_nothing_running(
     process.send_signal(number)
     process.stdout.close()
     process.wait(DEADLINE_S)
-    _, alive = psutil.wait_procs(children, timeout=20)
+    _, alive = psutil.wait_procs(children, timeout=paced(20))
     assert not alive
     monkeypatch.setenv("FOREBAY_CACHE_DIR", str(tmp_path))
     with scratch_directory("test"):

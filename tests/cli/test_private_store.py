@@ -16,6 +16,8 @@ from forebay.settings import Settings
 from tests.cli.test_served_model import DEADLINE_S, FOREBAY, OPTIONS, Served
 from tests.frontend.served import until
 from tests.frontend.tiny_text import write_random_weights, write_text_model
+from tests.pace import paced
+from tests.unhurried import unhurried
 
 PROMPT = "The water that gathers ahead of the turbines is called the forebay."
 
@@ -26,6 +28,7 @@ def serve(tmp_path: Path) -> Iterator[Callable[..., Served]]:
     environment = os.environ | {
         "PYTHONUNBUFFERED": "1",
         "FOREBAY_CACHE_DIR": str(tmp_path / "cache"),
+        **unhurried(),
     }
     del environment["FOREBAY_STORE"]
     started: list[Served] = []
@@ -84,7 +87,7 @@ def end(served: Served, number: signal.Signals, status: int) -> None:
     assert len(family) >= 4, "planner, two ranks, the store"
     served.process.send_signal(number)
     assert served.wait_end() == status
-    _, alive = psutil.wait_procs(family, timeout=15)
+    _, alive = psutil.wait_procs(family, timeout=paced(15))
     assert not alive
 
 

@@ -16,7 +16,9 @@ import pytest
 
 from tests.frontend.served import until
 from tests.frontend.tiny_text import LAYERS, write_random_weights, write_text_model
+from tests.pace import paced
 from tests.serving import DEADLINE_S, FOREBAY, OPTIONS, Served, end_servers, start_server
+from tests.unhurried import unhurried
 
 
 @pytest.fixture(scope="module")
@@ -34,8 +36,8 @@ def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def serve(model_dir: Path, cache_dir: Path) -> Iterator[Callable[..., Served]]:
     started: list[Served] = []
 
-    def start(*more: str) -> Served:
-        started.append(start_server(model_dir, cache_dir, *more))
+    def start(*more: str, **environment: str) -> Served:
+        started.append(start_server(model_dir, cache_dir, *more, **environment))
         return started[-1]
 
     yield start
@@ -84,7 +86,7 @@ def test_tiers_are_used_flushed_and_accounted_for(
         "--max-running",
         "4",
     )
-    url = serve(*options).url
+    url = serve(*options, **unhurried()).url
     body = {
         "model": "tiny",
         "prompt": "What is a forebay, and what is it for?",
@@ -167,7 +169,7 @@ def test_a_signal_ends_streams_and_all_processes(
         list(stream)
     assert served.wait_end() == status
     assert "Traceback" not in "".join(served.lines)
-    _, alive = psutil.wait_procs(children, timeout=10)
+    _, alive = psutil.wait_procs(children, timeout=paced(10))
     assert not alive
 
 
@@ -181,7 +183,7 @@ def test_the_planners_death_ends_the_server(serve: Callable[[], Served]) -> None
     served.wait_line("the planner process ended with status -9")
     assert served.wait_line("flight record")
     assert "Traceback" not in "".join(served.lines)
-    _, alive = psutil.wait_procs(ranks, timeout=10)
+    _, alive = psutil.wait_procs(ranks, timeout=paced(10))
     assert not alive
 
 
@@ -195,7 +197,7 @@ def test_the_servers_own_death_leaves_no_process_and_nothing_in_shared_memory(
     assert len(children) >= 3
     served.process.kill()
     assert served.wait_end() == -signal.SIGKILL
-    _, alive = psutil.wait_procs(children, timeout=10)
+    _, alive = psutil.wait_procs(children, timeout=paced(10))
     assert not alive
     assert set(os.listdir("/dev/shm")) <= before
 

@@ -1,6 +1,7 @@
 """Ranks that die, stand still or differ under a real server: every accepted request gets the text that it would have got (rule R3)."""
 
 import contextlib
+import json
 import os
 import random
 import signal
@@ -19,7 +20,9 @@ from forebay.observe.events import read_flight_record, spans_of
 from forebay.observe.timeline import chrome_trace
 from tests.frontend.tiny_text import write_random_weights, write_text_model
 from tests.observe.trace_checks import check_trace
+from tests.pace import paced
 from tests.serving import DEADLINE_S, Served, end_servers, start_server
+from tests.unhurried import unhurried
 
 START = ("--chunk-size", "8")  # a long prompt is many plans
 TOKENS = 150
@@ -218,12 +221,17 @@ def test_a_rank_that_is_stopped_before_its_first_word_is_replaced(start: Start) 
 
 
 def test_beyond_the_retries_health_and_requests_say_why_and_then_the_server_ends(
-    start: Start,
+    start: Start, tmp_path: Path
 ) -> None:
-    served = start()
+    """No rank does anything from the first decode on, so that no token comes between the losses."""
+    orders = tmp_path / "orders"
+    orders.write_text(json.dumps({"hold_decode": [1]}))
+    served = start(TEST_RANK_FAULTS=str(orders), **unhurried())
     url = served.url
     streams = Streams(served, "none")
-    streams.wait_tokens(20)
+    wait_until((tmp_path / "orders.log").exists)
+    (tmp_path / "all").write_text(json.dumps({"hold_plan": [0, 1], "hold_decode": [1]}))
+    (tmp_path / "all").rename(orders)
     ranks = served.ranks
     for _ in range(3):  # the retries
         ranks[0].kill()
@@ -325,6 +333,6 @@ def test_a_planner_that_stands_still_ends_the_server_with_all_its_processes(star
     planner.suspend()
     served.wait_line("the planner has not been heard for 5 s")
     assert served.wait_end() == 1
-    _, alive = psutil.wait_procs([planner, *ranks], timeout=10)
+    _, alive = psutil.wait_procs([planner, *ranks], timeout=paced(10))
     assert not alive
     assert served.wait_line("flight record")

@@ -31,8 +31,9 @@ from forebay.core.messages import (
 )
 from forebay.observe.events import Rings
 from forebay.runtime.boot import new_endpoint, new_identity, ring_names
+from tests.pace import paced
 
-DEADLINE_S = 10.0
+DEADLINE_S = paced(10.0)
 SNAPSHOT_TURNS = 20
 TURN_MS = 5
 Script = Callable[[Submit], Sequence[int]]

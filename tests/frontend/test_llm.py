@@ -13,6 +13,7 @@ from forebay import LLM, SamplingParams
 from forebay.frontend.prompts import PromptError
 from forebay.settings import SettingsError
 from tests.frontend.tiny_text import CONTEXT, write_random_weights, write_text_model
+from tests.pace import paced
 
 # Few places, so that whatever runs here meets their end.
 SETTINGS = {
@@ -153,7 +154,11 @@ def test_a_plain_script_without_close_ends_and_leaves_no_process(model_dir: Path
         print(len(text.token_ids), *[child.pid for child in psutil.Process().children(recursive=True)])
     """)
     done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=paced(120),
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     count, *children = map(int, done.stdout.split())

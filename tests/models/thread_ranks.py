@@ -7,7 +7,9 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-DEADLINE = timedelta(seconds=60)
+from tests.pace import paced
+
+DEADLINE = timedelta(seconds=paced(60))
 
 T = TypeVar("T")
 

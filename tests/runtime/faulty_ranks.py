@@ -1,7 +1,6 @@
 """A server whose ranks and planner obey orders (`fault_injection`), beside a plain one that says what is right."""
 
 import json
-import os
 import random
 import threading
 import time
@@ -17,12 +16,14 @@ import pytest
 
 from forebay import LLM, RequestOutput, SamplingParams
 from forebay.core.messages import Snapshot
+from tests.pace import paced
 from tests.serving import WORKER, command_line, oldest_first
+from tests.unhurried import unhurried
 
 PAGE = 16
 PAGES = 5
 HIT = PAGES * PAGE
-DEADLINE_S = 60.0
+DEADLINE_S = paced(60.0)
 SETTINGS: dict[str, Any] = {
     "dtype": "float32",
     "page_size": PAGE,
@@ -33,9 +34,6 @@ SETTINGS: dict[str, Any] = {
     "device_memory": "512KiB",
     "host_memory": "1MiB",
 }
-# Computing costs a tiny model nothing, so whether fetching looks quicker depends on what else the machine does.
-PLANNER: dict[str, Any] = {"always_fetch": True}
-INJECTION = Path(__file__).parent / "fault_injection"
 
 
 def greedy(tokens: int = 6) -> SamplingParams:
@@ -157,11 +155,8 @@ def serving(
     orders.write_text("{}")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TEST_RANK_FAULTS", str(orders))
-        patch.setenv("TEST_PLANNER", json.dumps(PLANNER | planner))
-        patch.setenv(
-            "PYTHONPATH",
-            os.pathsep.join(filter(None, (str(INJECTION), os.environ.get("PYTHONPATH")))),
-        )
+        for name, value in unhurried(**planner).items():
+            patch.setenv(name, value)
         with LLM(
             str(model), **(SETTINGS | {"store": f"file:{directory / 'pages'}"} | settings)
         ) as llm:

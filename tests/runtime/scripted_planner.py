@@ -36,9 +36,10 @@ from forebay.core.sampling import SamplingParams
 from forebay.observe.events import Rings
 from forebay.runtime.boot import WorkerBoot, new_endpoint, new_identity
 from forebay.runtime.spawn import spawn_worker
+from tests.pace import paced
 
-START_DEADLINE_S = 90.0
-DEADLINE_S = 30.0
+START_DEADLINE_S = paced(90.0)
+DEADLINE_S = paced(30.0)
 PAGE_SIZE = 4
 PAGES = 128
 EPOCH = 7

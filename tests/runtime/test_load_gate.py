@@ -5,8 +5,9 @@ import threading
 import pytest
 
 from forebay.runtime.copy_engine import LoadGate
+from tests.pace import paced
 
-DEADLINE_S = 30.0
+DEADLINE_S = paced(30.0)
 
 
 def test_a_reader_of_a_late_layer_waits_for_that_layer() -> None:

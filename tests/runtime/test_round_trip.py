@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.pace import paced
 from tests.runtime import round_trip
 
 
@@ -16,5 +17,5 @@ def test_pages_come_back_byte_for_byte_in_another_process(
     arguments = [str(tiny_model), kv_dtype, str(tmp_path / "pages")]
     written = round_trip.write(tiny_model, kv_dtype, tmp_path / "pages")
     command = [sys.executable, "-m", "tests.runtime.round_trip", *arguments]
-    read = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    read = subprocess.run(command, capture_output=True, text=True, check=True, timeout=paced(120))
     assert read.stdout.strip() == written

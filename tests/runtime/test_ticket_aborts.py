@@ -237,7 +237,6 @@ def retracted(scene: Scene, stack: ExitStack) -> tuple[list[Generation], list[Ge
 STAGED = {"fetch_route": "staged"}
 TABLE = [
     Case("submitted", "the planner has not read it", unread),
-    Case("asked too late", "the store", asked_late, leaves=(1, 0)),
     Case("a miss that asks again", "the waiting queue", asking_again, leaves=(1, 0)),
     Case("fetching", "the first stage", fetching(0)),
     Case("fetching", "the last stage", fetching(1)),
@@ -274,7 +273,8 @@ TABLE = [
         "the last stage's writes",
         running("hold_store", "hold_decode", rank=1, is_hit=False),
     ),
-    Case("asking", "the store", asking, planner={"QUERY_S": 60.0}),
+    Case("asking", "the store", asking),
+    Case("asked too late", "the store", asked_late, leaves=(1, 0), planner={"QUERY_S": 0.1}),
     Case(
         "walking down the stages",
         "the first stage's forward",

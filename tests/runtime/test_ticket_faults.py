@@ -152,7 +152,7 @@ def test_retractions_ask_and_fetch_nothing_twice(serve: Served) -> None:
 
 
 RETRACT, REFUSE = 3, 4  # the last token of a prompt to which that is to happen
-FORCED = {"QUERY_S": 60.0, "retract_after": RETRACT, "refuse_after": REFUSE}
+FORCED = {"retract_after": RETRACT, "refuse_after": REFUSE}
 
 
 @pytest.mark.parametrize(
@@ -244,18 +244,9 @@ def test_a_ticket_that_finds_no_host_pages_is_asked_for_again_and_used_once(serv
     serve.check_baseline()
 
 
-UNHURRIED = {
-    "QUERY_S": 60.0,
-    "patience_s": 60.0,
-}  # a slow machine's answers and reads are waited for
-
-
 @pytest.mark.parametrize(
     "serve",
-    [
-        {"pp": 2, "max_running": 4, "fetch_policy": policy, "planner": UNHURRIED}
-        for policy in ("wait", "timeout")
-    ],
+    [{"pp": 2, "max_running": 4, "fetch_policy": policy} for policy in ("wait", "timeout")],
     indirect=True,
 )
 def test_aborts_at_any_moment_leave_nothing(serve: Served) -> None:

@@ -11,6 +11,7 @@ from forebay import LLM, RequestOutput, SamplingParams
 from forebay.core.transfers.policy import TICKETS_AT_ONCE
 from forebay.store.backends import directory
 from tests.frontend.tiny_text import CONTEXT, write_random_weights, write_text_model
+from tests.unhurried import unhurried
 
 PAGE = 16
 GREEDY = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
@@ -23,6 +24,14 @@ COMMON = {
 }
 
 
+@pytest.fixture(scope="module", autouse=True)
+def no_hurry() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in unhurried().items():
+            patch.setenv(name, value)
+        yield
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     path = tmp_path_factory.mktemp("model")
@@ -32,8 +41,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def prompts(count: int, seed: int) -> list[list[int]]:
-    """Prompts over three stems, as conversations share theirs. The longest comes first: a fresh server never declines its first fetch,
-    later ones it may, when a busy machine has made fetching look slower than computing."""
+    """Prompts over three stems, as conversations share theirs, the longest first."""
     randomness = random.Random(seed)
     stems = [[randomness.randrange(5, 60) for _ in range(CONTEXT // 2)] for _ in range(3)]
     found = [

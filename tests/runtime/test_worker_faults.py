@@ -13,6 +13,7 @@ import pytest
 
 from forebay.core.messages import Fault
 from forebay.core.spans import SpanKind
+from tests.pace import paced
 from tests.runtime.scripted_planner import (
     DEADLINE_S,
     PAGES,
@@ -23,7 +24,7 @@ from tests.runtime.scripted_planner import (
 )
 
 # A rank that waits for a dead neighbour hears of it from the kernel, not by a time-out.
-NEIGHBOUR_S = 10.0
+NEIGHBOUR_S = paced(10.0)
 
 ORPHANS = """
 import sys

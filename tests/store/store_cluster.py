@@ -19,6 +19,7 @@ from forebay.store.master.records import MasterConfig
 from forebay.store.master.server import MasterServer
 from forebay.store.wire import auth
 from forebay.store.wire.tls import client_context, server_context
+from tests.pace import paced
 
 T = TypeVar("T")
 LOCALHOST = Address("127.0.0.1", 0)
@@ -29,7 +30,8 @@ CERTIFICATE, KEY = (
 
 
 def wait_for(condition: Callable[[], T], timeout_s: float = 15.0, what: str = "") -> T:
-    """The first true value of ``condition``; fails at the deadline."""
+    """The first true value of ``condition``; fails at the deadline, which is `paced`."""
+    timeout_s = paced(timeout_s)
     deadline = time.monotonic() + timeout_s
     while True:
         value = condition()

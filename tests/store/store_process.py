@@ -11,8 +11,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from forebay.runtime.boot import set_death_signal
+from tests.pace import paced
 
-START_S = 30.0
+START_S = paced(30.0)
 
 
 class Process:
@@ -76,7 +77,7 @@ class Process:
         return Process(*args, prelude=self.prelude)
 
     def _reap(self) -> str:
-        _, errors = self.child.communicate(timeout=20)
+        _, errors = self.child.communicate(timeout=paced(20))
         return errors.decode()
 
 

@@ -17,6 +17,7 @@ import pytest
 from forebay.store import Status, StoreClient
 from forebay.store.master import server as master_server
 from forebay.store.master.records import MasterConfig
+from tests.pace import paced
 from tests.store.store_cluster import cluster, wait_for
 from tests.store.store_process import Farm, farm
 from tests.store.store_traffic import (
@@ -193,7 +194,9 @@ client.get(b"key")
 
 
 def run_dying(code: str, *args: str) -> None:
-    done = subprocess.run([sys.executable, "-c", code, *args], capture_output=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", code, *args], capture_output=True, timeout=paced(60)
+    )
     assert done.returncode == -9, done.stderr.decode()
 
 

