@@ -16,9 +16,11 @@ from forebay.sim.preset import Preset
 FIRST_SEED = 1_000_000
 
 
-@pytest.mark.parametrize("part", range(5))
+@pytest.mark.parametrize(
+    "part", [0, *(pytest.param(part, marks=pytest.mark.slow) for part in range(1, 5))]
+)
 @pytest.mark.parametrize("preset", Preset)
-def test_150_histories_of_each_preset(part: int, preset: Preset) -> None:
+def test_30_histories_of_each_preset_and_150_where_there_is_time(part: int, preset: Preset) -> None:
     assert run_campaign(FIRST_SEED + 30 * part, 30, preset=preset).histories == 30
 
 
@@ -67,7 +69,7 @@ def test_unreachable_cells_are_cells_and_have_a_reason() -> None:
 def test_one_seed_is_one_history_whatever_pythonhashseed_is() -> None:
     script = (
         "from forebay.sim.history import History; from forebay.sim.fuzz import run_seed\n"
-        "for seed in range(12): print(run_seed(seed))\n"
+        "for seed in range(6): print(run_seed(seed))\n"
         "h = History(4); h.run(); print(h.report, h.planner.replica.digest)"
     )
     runs = {
@@ -78,7 +80,7 @@ def test_one_seed_is_one_history_whatever_pythonhashseed_is() -> None:
             text=True,
             check=True,
         ).stdout
-        for seed in ("0", "1", "2")
+        for seed in ("0", "1")
     }
     assert len(runs) == 1
 
