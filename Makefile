@@ -1,4 +1,4 @@
-# make demo | test | serve | lint. Each makes .venv first, and starts at once when that is there already.
+# make demo | test | serve | lint | device-check. Each makes .venv first, and starts at once when that is there already.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -7,7 +7,7 @@ MODEL ?= demo
 # Processes that share the tests.
 JOBS ?= 2
 
-.PHONY: demo test test-slow serve lint fuzz setup clean
+.PHONY: demo test test-slow serve lint fuzz device-check setup clean
 
 setup: $(READY)
 
@@ -39,6 +39,10 @@ lint: $(READY)
 
 fuzz: $(READY)
 	$(BIN)/forebay simulate --fuzz 20000
+
+# On a machine with a GPU and a PyTorch for it: one JSON document. Elsewhere one line says so.
+device-check: $(READY)
+	@$(BIN)/python -m forebay.bench.device_check
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
