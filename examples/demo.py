@@ -1,6 +1,7 @@
 """`make demo`: the main job, from nothing to a streamed chat over two pipeline stages.
 
-Starts ``forebay serve demo --pp 2`` as a user would, talks to it with the `openai` client, and shows for each turn how many prompt
+Starts ``forebay serve demo --pp 2`` as a user would, measures for a moment how fast this machine is and asks for as much as it can do
+in three minutes (`forebay.bench.demo_sizes`), talks to it with the `openai` client, and shows for each turn how many prompt
 tokens were cached and how long the first token took. Then it sends the whole conversation with another cache salt, which shares
 nothing: the price of the same prompt without the cache. Then it stops the server and starts another one on the same store: the last
 turn's prefix is brought from there to both stages while the request waits. Last comes `forebay bench ttft` in small: the same load by
@@ -9,6 +10,7 @@ demo left in the cache directory goes when the next one starts.
 """
 
 import contextlib
+import io
 import json
 import os
 import re
@@ -27,9 +29,19 @@ from openai import OpenAI
 from rich.console import Console
 from rich.table import Table
 
+from forebay.bench.demo_sizes import (
+    BUDGET_S,
+    COMPARISONS,
+    TALK_SHARE,
+    TALKS,
+    Speed,
+    Talk,
+    choose,
+    shorten,
+)
 from forebay.bench.scratch import scratch_directory
 
-TURN_TOKENS = 48
+PROBE_WORDS, PROBE_ANSWER = 160, 8
 COMMAND = """
 import signal, sys
 from forebay.runtime.boot import die_with_parent
@@ -56,39 +68,67 @@ class Turn:
     decode_ms: float
 
 
+@dataclass(frozen=True)
+class Server:
+    """``start_s``: how long it took until it was ready."""
+
+    url: str
+    start_s: float
+
+    @property
+    def client(self) -> OpenAI:
+        return OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=120)
+
+
 def main() -> int:
     console = Console(highlight=False)
+    began = time.monotonic()
     with scratch_directory("demo") as directory:
-        status = show(console, f"embedded:{directory}")
-    return status or compare(console)
+        status, speed = show(console, f"embedded:{directory}")
+    return status or compare(console, speed, BUDGET_S - (time.monotonic() - began))
 
 
-def show(console: Console, store: str) -> int:
-    with serving(console, store) as url:
-        client = OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120)
+def show(console: Console, store: str) -> tuple[int, Speed]:
+    """The conversation; the exit status, and how fast this machine was."""
+    began = time.monotonic()
+    with serving(console, store) as server:
+        client = server.client
         model = client.models.list().data[0].id
+        speed, tokens_a_word = measure(client, model, server.start_s)
+        talk = choose_talk(console, speed, TALK_SHARE * BUDGET_S - (time.monotonic() - began))
+        manual = shorten(MANUAL, talk.manual_tokens, tokens_a_word)
         messages: list[dict[str, str]] = [
-            {"role": "system", "content": f"You answer from this manual.\n\n{MANUAL}"}
+            {"role": "system", "content": f"You answer from this manual.\n\n{manual}"}
         ]
         turns = []
         for number, question in enumerate(QUESTIONS, 1):
             messages.append({"role": "user", "content": question})
             console.print(f"\n[bold]> {question}")
-            turn, text = ask(client, model, messages, f"turn {number}", console)
+            turn, text = ask(client, model, messages, f"turn {number}", console, talk.answer_tokens)
             messages.append({"role": "assistant", "content": text})
             turns.append(turn)
         console.print(
             "\n[dim]The last turn once more, with a cache salt of its own: nothing is shared, all of it is computed.[/]"
         )
         last = messages[:-1]
-        cold, _ = ask(client, model, last, "last turn, no cache", console, cache_salt="demo")
-        wait_stored(url)
+        cold, _ = ask(
+            client,
+            model,
+            last,
+            "last turn, no cache",
+            console,
+            talk.answer_tokens,
+            cache_salt="demo",
+        )
+        wait_stored(server.url)
     console.print(
         "\n[dim]A new server on the same store: memory is empty, the pages of the conversation are not lost.[/]"
     )
-    with serving(console, store) as url:
-        client = OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120)
-        warm, _ = ask(client, model, last, "last turn, new server", console)
+    with serving(console, store) as server:
+        warm, _ = ask(
+            server.client, model, last, "last turn, new server", console, talk.answer_tokens
+        )
+        speed = Speed(server.start_s, speed.prefill_tokens_s, speed.decode_s)  # the first converts
     summary(console, turns, cold, warm)
     if (
         not all(turn.cached_tokens for turn in turns[1:])
@@ -96,13 +136,36 @@ def show(console: Console, store: str) -> int:
         or not warm.cached_tokens
     ):
         console.print("[red]The cache did not do what it should: see the table.")
-        return 1
-    return 0
+        return 1, speed
+    return 0, speed
+
+
+def measure(client: OpenAI, model: str, start_s: float) -> tuple[Speed, float]:
+    """How fast this machine is, and how many tokens a word of the manual has: a few paragraphs of it
+    are asked about, of which the cache keeps nothing that is used again."""
+    words = MANUAL.split()
+    shuffled = " ".join(words[PROBE_WORDS:] + words)
+    messages = [{"role": "user", "content": " ".join(shuffled.split()[:PROBE_WORDS])}]
+    quiet = Console(file=io.StringIO())
+    probe, _ = ask(client, model, messages, "probe", quiet, PROBE_ANSWER, cache_salt="probe")
+    prefill = 1000 * probe.prompt_tokens / probe.ttft_ms
+    return Speed(start_s, prefill, probe.decode_ms / 1000), probe.prompt_tokens / PROBE_WORDS
+
+
+def choose_talk(console: Console, speed: Speed, left_s: float) -> Talk:
+    talk, fits = choose(TALKS, speed, left_s)
+    console.print(
+        f"[dim]This machine computes {speed.prefill_tokens_s:.0f} tokens of a prompt a second and takes "
+        f"{1000 * speed.decode_s:.0f} ms for one of an answer: the manual is cut to {talk.manual_tokens} tokens at most, "
+        f"answers to {talk.answer_tokens}{'' if fits else '; that takes longer than this demo should'}.[/]"
+    )
+    return talk
 
 
 @contextlib.contextmanager
-def serving(console: Console, store: str) -> Iterator[str]:
-    """The server's URL, once it is ready. Raises ``SystemExit`` with its last words if it does not start."""
+def serving(console: Console, store: str) -> Iterator[Server]:
+    """The server, once it is ready. Raises ``SystemExit`` with its last words if it does not start."""
+    began = time.monotonic()
     command = forebay(console, "serve", "demo", "--pp", "2", "--port", "0", "--store", store)
     process = subprocess.Popen(
         command,
@@ -113,7 +176,7 @@ def serving(console: Console, store: str) -> Iterator[str]:
         process_group=0,
     )
     try:
-        yield wait_ready(process, console)
+        yield Server(wait_ready(process, console), time.monotonic() - began)
     finally:
         process.send_signal(signal.SIGINT)
         try:
@@ -158,6 +221,7 @@ def ask(
     messages: list[dict[str, str]],
     name: str,
     console: Console,
+    answer_tokens: int,
     cache_salt: str | None = None,
 ) -> tuple[Turn, str]:
     """Stream one answer to the terminal."""
@@ -166,7 +230,7 @@ def ask(
     stream = client.chat.completions.create(
         model=model,
         messages=messages,  # type: ignore[arg-type]
-        max_tokens=TURN_TOKENS,
+        max_tokens=answer_tokens,
         temperature=0,
         stream=True,
         stream_options={"include_usage": True},
@@ -212,12 +276,18 @@ def summary(console: Console, turns: list[Turn], cold: Turn, warm: Turn) -> None
     console.print(f"on a new server, from the store, {cold.ttft_ms / warm.ttft_ms:.1f} times.")
 
 
-def compare(console: Console) -> int:
+def compare(console: Console, speed: Speed, left_s: float) -> int:
     """The small A/B: every other request has its prefix in the store."""
+    chosen, fits = choose(COMPARISONS, speed, left_s)
     console.print(
-        "\n[dim]By ticket against stage by stage, on fresh servers: every other prompt of 1,024 tokens is in the store.[/]"
+        f"\n[dim]By ticket against stage by stage, on fresh servers: {chosen.requests} requests on each route in "
+        f"{chosen.rounds} rounds, every other prompt of {chosen.input_len:,} tokens is in the store"
+        f"{'' if fits else '; that takes longer than this demo should'}.[/]"
     )
-    load = ("--groups", "mixed", "--requests", "12", "--repeat", "2", "--concurrency", "4")
+    load = [
+        *("--groups", "mixed", "--concurrency", "4", "--input-len", str(chosen.input_len)),
+        *("--requests", str(chosen.requests), "--repeat", str(chosen.rounds)),
+    ]
     command = forebay(console, "bench", "ttft", "demo", *load, "--json")
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, text=True
