@@ -1,12 +1,14 @@
 """`forebay bench engine MODEL`: the whole engine, from prompt to token, beside a peer and the machine's floors in the same run.
 
-Rounds are interleaved: in each, every figure is taken once from Forebay and once from the peer on the same weights, the peer first
-in every other round; the median over rounds is reported. A peer is a library, with as many threads and the same dtype, or another
-Forebay with settings of its own, which lives beside (an idle one sleeps). Prompts are random token ids, fresh for each cold figure,
-so nothing is cached by chance.
+Rounds are interleaved: in each, every figure is taken once from Forebay and once from the peer on
+the same weights, the peer first in every other round; the median over rounds is reported. A peer is
+a library, with as many threads and the same dtype, or another Forebay with settings of its own,
+which lives beside (an idle one sleeps). llama.cpp is measured with weights of its own formats too
+(`BESIDE`); they are not the same weights any more, so those figures are told and compared with
+nothing. Prompts are random token ids, fresh for each cold figure, so nothing is cached by chance.
 
     cold_ttft    one prompt that nothing has seen: until its first token, ms
-    hit_ttft     the same prompt again; a library's figure is its *cold* one, since it keeps nothing between calls
+    hit_ttft     the same prompt again; transformers' figure is its *cold* one, since it keeps nothing between calls
     decode       ms a token for ``batch`` sequences at a context of 512, prefill not counted
     throughput   ``batch`` prompts at once, ``tokens`` in (and 64 out where batch is 4): tokens in (or out) a second
 
@@ -23,7 +25,10 @@ from typing import Any, Protocol
 
 import torch
 
+from forebay.bench.gguf_file import CannotWrite, write_gguf
+from forebay.bench.llama_cpp import LlamaCpp, LlamaCppError
 from forebay.bench.rank_memory import memory_rows
+from forebay.bench.scratch import scratch_directory
 from forebay.bench.token_ids import first_token_id
 from forebay.core.sampling import SamplingParams
 from forebay.frontend.llm import LLM
@@ -42,6 +47,10 @@ MIXED_BATCH, MIXED_TOKENS, MIXED_OUT = 4, 512, 64
 MATMUL_SIZE = 1536
 COPY_BYTES = 256 << 20
 
+LLAMA_CPP = "llama.cpp"
+BESIDE = ("q8_0", "q4_1")  # its formats
+PEERS = ("transformers", LLAMA_CPP)
+
 Prompts = list[list[int]]
 
 
@@ -52,7 +61,7 @@ class BenchError(Exception):
 class Engine(Protocol):
     """What is measured: greedy tokens for prompts that run at the same time."""
 
-    def generate(self, prompts: Prompts, tokens: int) -> None: ...
+    def generate(self, prompts: Prompts, tokens: int) -> object: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +73,7 @@ class Peer:
 
     @property
     def keeps_pages(self) -> bool:
-        return self.settings is not None
+        return self.settings is not None or self.name == LLAMA_CPP
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +96,7 @@ class Case:
 class _Samples:
     forebay: list[float] = field(default_factory=list)
     peer: list[float] = field(default_factory=list)
+    beside: dict[str, list[float]] = field(default_factory=dict)
 
 
 def run(
@@ -112,9 +122,13 @@ def run(
         only,
     )
     samples = {case.name: _Samples() for case in cases}
-    with _engine_of(peer, model, settings) as other, LLM.from_settings(model, settings) as llm:
+    with (
+        _engine_of(peer, model, settings) as other,
+        _engines_beside(peer, resolved, config, settings) as beside,
+        LLM.from_settings(model, settings) as llm,
+    ):
         ours = _Forebay(llm)
-        _warm_up(ours, other, config.vocab_size)
+        _warm_up([ours, other, *beside.values()], config.vocab_size)
         for number in range(rounds):
             for case in cases:
                 say(f"round {number + 1} of {rounds}: {case.name}")
@@ -125,6 +139,9 @@ def run(
                     None if peer and case.peer_case and not peer.keeps_pages else other,
                     samples[case.name],
                 )
+                for name, engine in beside.items():
+                    taken = case.measure(engine, random.Random(f"{number}/{case.name}"))
+                    samples[case.name].beside.setdefault(name, []).append(taken)
         memory = _memory(llm, resolved, config, settings)
     rows = [_row(case, samples) for case in cases]
     threads = _threads(settings)
@@ -253,7 +270,8 @@ def _row(case: Case, samples: dict[str, _Samples]) -> dict[str, Any]:
         "peer": peer,
         "ratio": ratio,
     }
-    return {**row, "unit": case.unit, "samples": asdict(samples[case.name])}
+    beside = {name: statistics.median(taken) for name, taken in samples[case.name].beside.items()}
+    return {**row, "unit": case.unit, "beside": beside, "samples": asdict(samples[case.name])}
 
 
 def _seconds(work: Callable[[Prompts], object], prompts: Prompts) -> float:
@@ -319,15 +337,50 @@ def _engine_of(peer: Peer | None, model: str, settings: Settings) -> Iterator[En
             getattr(torch, _dtype(load_config(resolved.path), settings)),
             _threads(settings),
         )
+    elif peer.name == LLAMA_CPP:
+        resolved = resolve_model(model)
+        config = load_config(resolved.path)
+        with _llama_cpp(resolved, config, _dtype(config, settings), settings) as engine:
+            yield engine
     else:
         raise BenchError(
-            f"--peer is {peer.name!r}; allowed: transformers, or forebay:NAME=VALUE,... with settings of a second engine"
+            f"--peer is {peer.name!r}; allowed: {', '.join(PEERS)}, or forebay:NAME=VALUE,... with settings of a second engine"
         )
 
 
-def _warm_up(ours: Engine, other: Engine | None, vocab_size: int) -> None:
+@contextlib.contextmanager
+def _engines_beside(
+    peer: Peer | None, model: ResolvedModel, config: ModelConfig, settings: Settings
+) -> Iterator[dict[str, Engine]]:
+    """Of llama.cpp, one for each of `BESIDE`; of all others, none."""
+    with contextlib.ExitStack() as stack:
+        forms = BESIDE if peer is not None and peer.name == LLAMA_CPP else ()
+        yield {
+            form: stack.enter_context(_llama_cpp(model, config, form, settings)) for form in forms
+        }
+
+
+@contextlib.contextmanager
+def _llama_cpp(
+    model: ResolvedModel, config: ModelConfig, form: str, settings: Settings
+) -> Iterator[Engine]:
+    """``form``: of its weights (`gguf_file.FORMATS`)."""
+    with scratch_directory("llama-cpp") as directory:
+        file = directory / f"{form}.gguf"
+        try:
+            write_gguf(model.path, config, form, file)
+            engine = LlamaCpp(file, _threads(settings), PREFILL_BATCH * (PREFILL_TOKENS + 64))
+        except (CannotWrite, LlamaCppError) as error:
+            raise BenchError(f"--peer {LLAMA_CPP}: {error}") from error
+        try:
+            yield engine
+        finally:
+            engine.close()
+
+
+def _warm_up(engines: Sequence[Engine | None], vocab_size: int) -> None:
     """First calls are slow (kernels, allocators), and are no measure."""
-    for engine in (ours, other):
+    for engine in engines:
         if engine is not None:
             engine.generate([[vocab_size - 1] * 64], 2)
 

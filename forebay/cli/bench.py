@@ -79,6 +79,12 @@ def run_bench_engine(
         )
     console = Console()
     console.print(table)
+    for row in result["rows"]:
+        for name, figure in row["beside"].items():
+            said = (
+                f"{about['peer']} with {name} weights: {row['what']}/{row['tokens']}x{row['batch']}"
+            )
+            console.print(f"{said} {figure:.1f} {row['unit']}")
     for row in result["memory"]:
         rss, weights, pools, over, most = (
             row[what] / 1e6 for what in ("rss", "weights", "pools", "over", "over_max")

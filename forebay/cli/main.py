@@ -301,7 +301,7 @@ def bench_engine(
     peer: Annotated[
         str | None,
         typer.Option(
-            help="also measure this on the same weights: transformers, or forebay:NAME=VALUE,... for a second engine"
+            help="also measure this on the same weights: transformers, llama.cpp, or forebay:NAME=VALUE,... for a second engine"
         ),
     ] = None,
     only: Annotated[

@@ -59,7 +59,7 @@ def test_another_forebay_is_measured_in_the_same_rounds(model: Path) -> None:
     (row,) = result["rows"]
     assert result["config"]["peer"] == "forebay:pp=2"
     assert result["config"]["threads"] == len(os.sched_getaffinity(0))
-    assert [len(samples) for samples in row["samples"].values()] == [2, 2]
+    assert [len(row["samples"][who]) for who in ("forebay", "peer")] == [2, 2]
     assert row["ratio"] == row["forebay"] / row["peer"]
     check_memory(result["memory"], ranks=1)
 
@@ -67,7 +67,7 @@ def test_another_forebay_is_measured_in_the_same_rounds(model: Path) -> None:
 @pytest.mark.parametrize(
     ("peer", "only", "said"),
     [
-        ("vllm", "", "--peer is 'vllm'; allowed: transformers, or forebay:NAME=VALUE"),
+        ("vllm", "", "--peer is 'vllm'; allowed: transformers, llama.cpp, or forebay:NAME=VALUE"),
         ("forebay:pp", "", "'pp' is no setting"),
         ("forebay:pq=2", "", "pq"),
         ("forebay:pp=none", "", "--pp"),
