@@ -342,6 +342,19 @@ def fields() -> list[Field]:
     return found
 
 
+def unknown_variables(environment: Mapping[str, str]) -> list[str]:
+    """A line for each variable that begins like a setting's and is none."""
+    known = {name: field for field in fields() for name in field.names}
+    found = []
+    for key in sorted(environment):
+        name = key.removeprefix(ENVIRONMENT_PREFIX).lower()
+        if key.startswith(ENVIRONMENT_PREFIX) and key not in OTHER_VARIABLES and name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {ENVIRONMENT_PREFIX}{near[0].upper()}?" if near else ""
+            found.append(f"the environment has {key}, which is no setting{hint}")
+    return found
+
+
 def resolve(
     flags: Mapping[str, Any],
     file: Path | None = None,
@@ -462,6 +475,8 @@ def _convert(field: Field, where: str, value: Any) -> Any:
     """``where``: what a message calls the value's place."""
     kinds = [kind for kind in typing.get_args(field.type) if kind is not type(None)]
     kind = kinds[0] if isinstance(field.type, types.UnionType) else field.type
+    if isinstance(value, str) and any(map(_is_no_character, value)):
+        raise SettingsError(f"{where} is {value!r}, which is no UTF-8; write it in UTF-8")
     try:
         if field.is_size:
             return parse_size(value)
@@ -482,6 +497,11 @@ def _convert(field: Field, where: str, value: Any) -> Any:
                 f"{where} is {converted}; allowed: {field.range} {field.setting.unit}".rstrip()
             )
     return converted
+
+
+def _is_no_character(letter: str) -> bool:
+    """A byte that was no UTF-8, as Python hands it on (PEP 383)."""
+    return "\ud800" <= letter <= "\udfff"
 
 
 def _switch(value: Any) -> bool:

@@ -3,9 +3,11 @@
 A user's mistake is one line on stderr and exit status 2. `--help` must be quick, so nothing heavy is imported up here.
 """
 
+import os
+import select
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TextIO
 
 import typer
 
@@ -17,6 +19,7 @@ from forebay.sim.preset import Preset
 
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
+EXIT_CLOSED_PIPE = 141  # as a shell reports a command that SIGPIPE ended
 _LATER_COMMANDS = ("doctor",)
 
 app = typer.Typer(
@@ -498,7 +501,11 @@ def main() -> None:
 
 
 def run(arguments: list[str]) -> int:
-    """The exit status of one command."""
+    """The exit status of one command. A reader of its output that has gone ends it quietly."""
+    for number, argument in enumerate(arguments, start=1):
+        if not _is_utf8(argument):
+            return _fail(f"argument {number} is {argument!r}, which is no UTF-8; write it in UTF-8")
+    had_stdout = not _goes_nowhere(sys.stdout)
     try:
         status = app(arguments or ["--help"], prog_name="forebay", standalone_mode=False)
     except (typer.TyperException, UserError, SettingsError) as error:
@@ -507,7 +514,44 @@ def run(arguments: list[str]) -> int:
         )
     except (typer.Abort, KeyboardInterrupt):
         return EXIT_INTERRUPTED
+    except (BrokenPipeError, SystemExit):  # typer and rich make an exit of it
+        if not (_is_closed(sys.stdout) or (had_stdout and _goes_nowhere(sys.stdout))):
+            raise  # another pipe or socket, or an exit that was meant
+        _let_go(sys.stdout)
+        return EXIT_CLOSED_PIPE
     return status if isinstance(status, int) else 0
+
+
+def _is_utf8(argument: str) -> bool:
+    try:
+        argument.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _is_closed(stream: TextIO) -> bool:
+    """Whether the reader at the other end of a pipe has gone."""
+    look = select.poll()
+    try:
+        look.register(stream.fileno(), select.POLLOUT)
+    except (OSError, ValueError):  # no file at all
+        return False
+    return any(events & select.POLLERR for _, events in look.poll(0))
+
+
+def _goes_nowhere(stream: TextIO) -> bool:
+    try:
+        return os.fstat(stream.fileno()).st_rdev == os.stat(os.devnull).st_rdev
+    except (OSError, ValueError):  # no file at all
+        return True
+
+
+def _let_go(stream: TextIO) -> None:
+    """What is still buffered goes nowhere, also when the interpreter ends."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)
 
 
 def _fail(text: str) -> int:

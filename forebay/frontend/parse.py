@@ -53,12 +53,15 @@ def _tokenize_source(request: TokenizeRequest) -> Source:
             raise ApiError(
                 400, "add_special_tokens goes with prompt, not with messages", "add_special_tokens"
             )
-        return Conversation(
-            template_messages(request.messages), request.add_generation_prompt is not False
-        )
+        return _conversation(request)
     assert request.prompt is not None
-    if request.add_generation_prompt is not None:
-        raise ApiError(400, "add_generation_prompt goes with messages", "add_generation_prompt")
+    for name, value in (
+        ("add_generation_prompt", request.add_generation_prompt),
+        ("chat_template_kwargs", request.chat_template_kwargs),
+        ("continue_final_message", request.continue_final_message),
+    ):
+        if value is not None:
+            raise ApiError(400, f"{name} goes with messages", name)
     return Texts((request.prompt,), request.add_special_tokens is not False)
 
 
@@ -72,9 +75,8 @@ def _conversation(request: ChatRequest | TokenizeRequest) -> Conversation:
         field = f"chat_template_kwargs.{name}"
         raise ApiError(400, f"{field} is not the caller's to set; remove it", field)
     continues = bool(request.continue_final_message)
-    generates = not continues if request.add_generation_prompt is None else None
-    if generates is None:
-        generates = bool(request.add_generation_prompt)
+    asked = request.add_generation_prompt
+    generates = not continues if asked is None else asked
     if continues and generates:
         message = "continue_final_message goes without add_generation_prompt; give one of them"
         raise ApiError(400, message, "continue_final_message")

@@ -1,6 +1,8 @@
 """The `forebay` command without a model: help, config, and mistakes, which are one line and exit status 2."""
 
 import json
+import os
+import re
 import socket
 import subprocess
 import sys
@@ -135,7 +137,45 @@ def test_config_lists_every_setting_for_programs_and_for_people(
     )
     assert all(row["why"] for row in table)
     assert run(["config"]) == 0
-    assert "--page-size" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    for field in fields():
+        for flag in (field.flag, *field.setting.aliases):
+            assert re.search(rf"{flag}\s", text), f"{flag} is cut"
+
+
+def test_config_warns_of_variables_that_set_nothing(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FOREBAY_PAGESIZE", "32")
+    monkeypatch.setenv("FOREBAY_PAGE_SIZE", "32")
+    assert run(["config", "--json"]) == 0
+    said = capsys.readouterr()
+    assert json.loads(said.out)["settings"]
+    assert "FOREBAY_PAGESIZE" in said.err and "did you mean FOREBAY_PAGE_SIZE?" in said.err
+    assert len(said.err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("arguments", [["version", "caf\udce9"], ["generate", "\udcff", "x"]])
+def test_an_argument_that_is_no_utf_8_is_one_line(
+    capsys: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
+    assert "is no UTF-8" in fails(capsys, *arguments)
+
+
+@pytest.mark.parametrize("arguments", [["config"], ["config", "--json"], ["serve", "--help"]])
+def test_a_reader_that_has_gone_ends_a_command_quietly(arguments: list[str]) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "wb") as closed:
+        done = subprocess.run(
+            [sys.executable, "-m", "forebay.cli", *arguments],
+            stdout=closed,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    assert (done.returncode, done.stderr) == (141, "")
 
 
 @pytest.mark.parametrize("arguments", [["version"], ["--version"]])
