@@ -235,7 +235,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         str,
         Setting(
             "the store below host memory (L3): embedded (private, under the user's cache directory), embedded:DIR?dram=SIZE&ssd=SIZE, "
-            "forebay://HOST:PORT, valkey://HOST:PORT, redis://HOST:PORT, file:DIR or none"
+            "forebay://HOST:PORT, valkey://HOST:PORT, redis://HOST:PORT, mooncake://MASTER:PORT, file:DIR or none"
         ),
     ] = "embedded"
     fetch_route: Annotated[

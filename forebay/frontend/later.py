@@ -16,18 +16,8 @@ LATER: dict[str, str | None] = {
 }
 
 
-# Name -> how values begin that a setting of today does not take yet.
-LATER_VALUES = {"store": ("mooncake://",)}
-
-
 def refuse_later(given: Mapping[str, Any]) -> dict[str, Any]:
     """``given`` without names of `LATER` that ask for nothing. Raises ``SettingsError`` for those that ask for something."""
-    for name, beginnings in LATER_VALUES.items():
-        value = str(given.get(name) or "")
-        if value.startswith(beginnings):
-            raise SettingsError(
-                f"not available yet: --{name.replace('_', '-')} {value}; `forebay config` lists what is"
-            )
     kept: dict[str, Any] = {}
     for name, value in given.items():
         if name not in LATER:

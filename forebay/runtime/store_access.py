@@ -25,7 +25,7 @@ from forebay.store.backend import PageStore
 from forebay.store.backends.embedded import EmbeddedStore
 from forebay.store.backends.grouped import GroupedStore
 from forebay.store.backends.guarded import GuardedStore, WatchedStore
-from forebay.store.backends.open import StoreURLError, open_store
+from forebay.store.backends.open import StoreURLError, open_store, url_for_ranks
 from forebay.store.breaker import State
 from forebay.store.client.lent import Lent
 
@@ -216,7 +216,7 @@ def _opened_first(url: str, meter: Meter) -> tuple[WatchedStore, StoreAddress]:
     address = (
         StoreAddress(store.url, store.secret)
         if isinstance(store, EmbeddedStore)
-        else StoreAddress(url, None)
+        else StoreAddress(url_for_ranks(url), None)
     )
     return GuardedStore(metered, _say("forebay planner"), revived), address
 

@@ -62,6 +62,7 @@ class Capabilities:
     hints: bool = True  # it brings nearer what will be read soon
     ranged_reads: bool = True  # a part of a value costs only that part
     lent_memory: bool = True  # it writes into host pages by itself
+    tells_losers: bool = True  # of writers of one key at once, all but one are told EXISTS
 
     def lost(self) -> tuple[str, ...]:
         """A line for each that is missing."""

@@ -15,6 +15,7 @@ import pytest
 
 from forebay import LLM, RequestOutput, SamplingParams
 from tests.frontend.tiny_text import write_random_weights, write_text_model
+from tests.store.mooncake_cluster import mooncake_cluster
 from tests.store.redis_server import redis_server
 
 PAGE = 16
@@ -46,6 +47,7 @@ class Case:
 
 EMBEDDED = "embedded:{}?dram=4MiB&ssd=16MiB"
 REDIS = "redis://127.0.0.1"  # of a server that the case starts, in which 4 MiB are room for pages
+MOONCAKE = "mooncake://127.0.0.1"  # the same
 INT8: dict[str, Any] = {"dtype": "float32", "kv_dtype": "int8"}
 SELECTIVE: dict[str, Any] = {"write_policy": "write-through-selective"}
 WRITE_BACK: dict[str, Any] = {"write_policy": "write-back"}
@@ -116,6 +118,7 @@ CASES = [
     ),
     Case("embedded", {"pp": 2, "device_memory": "96KiB", "host_memory": "160KiB"}, store=EMBEDDED),
     Case("redis", {"pp": 2, "device_memory": "96KiB", "host_memory": "160KiB"}, store=REDIS),
+    Case("mooncake", {"pp": 2, "device_memory": "96KiB", "host_memory": "160KiB"}, store=MOONCAKE),
     Case("redis, staging, int8", STAGING | {"device_memory": "32KiB"}, INT8, REDIS),
     Case(
         "embedded, staging, write-back",
@@ -255,6 +258,10 @@ def assert_same(got: RequestOutput, expected: RequestOutput, tolerance: float) -
 @contextlib.contextmanager
 def opened_store(case: Case, path: Path) -> Iterator[str]:
     """The URL of the case's store, and its server for as long as it is needed."""
+    if case.store == MOONCAKE:
+        with mooncake_cluster() as mooncake:
+            yield mooncake.url
+        return
     if case.store != REDIS:
         yield case.store.format(path)
         return

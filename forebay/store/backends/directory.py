@@ -1,6 +1,6 @@
 """A directory as L3: one file an object, for a shared file system or a single machine without a store.
 
-    get, put, match --> jobs --> `file_threads` (a file system may hang) --> `page_files` (what is where, and how much)
+    get, put, match --> jobs --> `call_threads` (a file system may hang) --> `page_files` (what is where, and how much)
 
 Every read is of a whole file and checks its CRC32C, ranged reads too; several ranges of one object in a row cost one read.
 """
@@ -11,11 +11,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from forebay.store.backend import Capabilities, GetItem, Health, PutItem, Status, StoreUse
-from forebay.store.backends.file_threads import FileThreads, Job, Scratch
+from forebay.store.backends.call_threads import CallThreads, Job, Scratch
+from forebay.store.backends.items import target_of, value_of
 from forebay.store.backends.page_files import PageFiles
 from forebay.store.client.channel import Bytes
-from forebay.store.holder.segment import as_bytes
-from forebay.store.wire.messages import MAX_KEY_BYTES
 
 THREADS = 4
 OPEN_S = 10.0
@@ -33,7 +32,7 @@ class DirectoryStore:
     capabilities = Capabilities(hints=False, ranged_reads=False, lent_memory=False)
 
     def __init__(self, directory: Path, size: int, free: int = 0) -> None:
-        self._threads = FileThreads(THREADS)
+        self._threads = CallThreads(THREADS)
         opened = self._threads.run(
             [Job(lambda job, scratch: _open(directory, size, free), None)], OPEN_S
         )[0]
@@ -124,7 +123,7 @@ def _get(files: PageFiles, key: bytes, items: list[GetItem]) -> Job[list[Status]
     """Read an object once for all that is wanted of it."""
 
     def work(job: Job[list[Status]], scratch: Scratch) -> list[Status]:
-        targets = [_target(item) for item in items]
+        targets = [target_of(item) for item in items]
         if all(target is None for target in targets):
             return [Status.INVALID] * len(items)
         value = files.read(key, scratch)
@@ -147,11 +146,8 @@ def _get(files: PageFiles, key: bytes, items: list[GetItem]) -> Job[list[Status]
 
 def _put(files: PageFiles, item: PutItem) -> Job[Status]:
     def work(job: Job[Status], scratch: Scratch) -> Status:
-        try:
-            value = as_bytes(item.buffer)
-        except (TypeError, ValueError):
-            return Status.INVALID
-        if not 0 < len(item.key) <= MAX_KEY_BYTES or not len(value):
+        value = value_of(item)
+        if value is None:
             return Status.INVALID
         if files.has(item.key, len(value)):
             return Status.EXISTS
@@ -161,21 +157,6 @@ def _put(files: PageFiles, item: PutItem) -> Job[Status]:
         )
 
     return Job(work, Status.TIMEOUT)
-
-
-def _target(item: GetItem) -> Bytes | None:
-    """Where the bytes go; None if they cannot."""
-    try:
-        target = as_bytes(item.buffer)[: item.length]
-    except (TypeError, ValueError):
-        return None
-    is_good = (
-        len(target) == item.length
-        and item.length >= 1
-        and item.offset >= 0
-        and target.flags.writeable
-    )
-    return target if is_good else None
 
 
 def _copy(target: Bytes, source: Bytes) -> None:

@@ -26,6 +26,7 @@ from forebay.store.breaker import Breaker, Outcome, State, Transition
 
 PROBE_TIMEOUT_S = 1.0
 LATE_S = 0.1
+PATIENT_S = 1.0
 CLOSE_S = 1.0
 _FULL = (Status.NO_SPACE, Status.QUOTA_EXCEEDED)
 _THERE = (Status.OK, Status.EXISTS)
@@ -113,9 +114,17 @@ class GuardedStore:
 
     def get_into(self, items: Sequence[GetItem], timeout_s: float) -> list[Status]:
         nothing = [Status.UNAVAILABLE] * len(items)
+
+        def judge(statuses: list[Status], took_s: float) -> tuple[Outcome, str]:
+            if Status.TIMEOUT not in statuses:
+                return _judge_put(statuses, took_s)
+            # A request waits for it, so one is too many; unless it was given hardly any time.
+            outcome = Outcome.TIMED_OUT if timeout_s >= PATIENT_S else Outcome.FAILED
+            return outcome, f"no answer to a get within {took_s:.1f} s"
+
         return self._call(
             lambda store: _whole(store.get_into(items, timeout_s), nothing),
-            _judge_get,
+            judge,
             timeout_s,
             nothing,
         )
@@ -250,13 +259,6 @@ class GuardedStore:
 def _whole(statuses: list[Status], otherwise: list[Status]) -> list[Status]:
     """An answer of another length is no answer."""
     return statuses if len(statuses) == len(otherwise) else otherwise
-
-
-def _judge_get(statuses: list[Status], took_s: float) -> tuple[Outcome, str]:
-    """A request waits for it: one that ran into its time-out is one too many."""
-    if Status.TIMEOUT in statuses:
-        return Outcome.TIMED_OUT, f"no answer to a get within {took_s:.1f} s"
-    return _judge_put(statuses, took_s)
 
 
 def _judge_put(statuses: list[Status], took_s: float) -> tuple[Outcome, str]:

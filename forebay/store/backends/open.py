@@ -1,5 +1,6 @@
 """Store URLs (docs/STORE.md): ``embedded[:DIR][?dram=SIZE&ssd=SIZE]``, ``forebay://HOST:PORT``,
-``file:DIR[?size=SIZE&free=SIZE]``, ``valkey://`` and ``redis://[USER:PASSWORD@]HOST[:PORT][/DB]``.
+``file:DIR[?size=SIZE&free=SIZE]``, ``valkey://`` and ``redis://[USER:PASSWORD@]HOST[:PORT][/DB]``,
+``mooncake://MASTER:PORT[?segment=SIZE]``.
 """
 
 import re
@@ -16,6 +17,7 @@ from forebay.store.backends.embedded import (
     default_directory,
 )
 from forebay.store.backends.forebay import ForebayStore
+from forebay.store.backends.mooncake import MooncakeStore, MooncakeUrl
 from forebay.store.backends.redis import RedisStore, RedisUrl
 from forebay.store.client.lent import Lent
 from forebay.store.client.prefetcher import PrefetchOptions
@@ -27,7 +29,8 @@ DEFAULT_FREE_BYTES = 1 << 30
 _SHIFTS = {None: 0, "Ki": 10, "Mi": 20, "Gi": 30, "Ti": 40}
 _FORMS = (
     "embedded[:DIR], forebay://HOST:PORT, forebay+tls://HOST:PORT, file:DIR, "
-    "valkey://HOST:PORT, redis://HOST:PORT (valkeys://, rediss:// by TLS) or none"
+    "valkey://HOST:PORT, redis://HOST:PORT (valkeys://, rediss:// by TLS), mooncake://MASTER:PORT "
+    "or none"
 )
 
 
@@ -61,6 +64,8 @@ def open_store(
         if name.startswith("file:"):
             sizes = _sizes(query, {"size": DEFAULT_FILE_BYTES, "free": DEFAULT_FREE_BYTES})
             return DirectoryStore(Path(name.removeprefix("file:")), sizes["size"], sizes["free"])
+        if name.startswith(MooncakeUrl.SCHEME):
+            return MooncakeStore(MooncakeUrl.parse(url))
         if name.startswith(RedisUrl.SCHEMES):
             return RedisStore(RedisUrl.parse(url))
         if name.startswith(("forebay://", "forebay+tls://")):
@@ -79,6 +84,15 @@ def open_store(
             f"store {shown(url)!r}: {error}; allowed: {_FORMS}; --store none does without"
         ) from error
     raise StoreURLError(f"{shown(url)!r} is no store; allowed: {_FORMS}")
+
+
+def url_for_ranks(url: str) -> str:
+    """``url`` for the other processes of a server: what only one of them gives to the store is left out."""
+    if not url.startswith(MooncakeUrl.SCHEME):
+        return url
+    where, _, query = url.partition("?")
+    kept = "&".join(one for one in query.split("&") if one and not one.startswith("segment="))
+    return f"{where}?{kept}" if kept else where
 
 
 def _sizes(query: str, known: dict[str, int]) -> dict[str, int]:

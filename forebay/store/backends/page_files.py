@@ -5,7 +5,7 @@
     DIR/tmp/<name>.page-<pid>-<n>          was in an object's place, is none, and could only be moved out of it
 
 Two levels of 16 directories (field report B13): of 256 nearly every file would have, and make, one of its own. Calls block for as
-long as the file system does; see `file_threads`.
+long as the file system does; see `call_threads`.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from stat import S_ISREG
 
 from forebay.store.address import this_machine
 from forebay.store.backend import Status
-from forebay.store.backends.file_threads import Scratch
+from forebay.store.backends.call_threads import Scratch
 from forebay.store.client.channel import Bytes
 from forebay.store.crc import crc32c
 from forebay.store.wire.messages import MAX_KEY_BYTES

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from forebay.store.backend import Capabilities, GetItem, Health, PutItem, Status, StoreUse
+from forebay.store.backends.items import target_of, value_of
 from forebay.store.backends.redis.connection import Command, Pool, Refused
 from forebay.store.backends.redis.resp import (
     Argument,
@@ -27,17 +28,11 @@ from forebay.store.backends.redis.resp import (
 )
 from forebay.store.backends.redis.topology import Topology, info_of
 from forebay.store.backends.redis.url import RedisUrl
-from forebay.store.backends.redis.values import (
-    NAMES,
-    TRAILER_BYTES,
-    is_whole,
-    name_of,
-    trailer_of,
-)
+from forebay.store.backends.sealed import TRAILER_BYTES, is_whole, trailer_of
 from forebay.store.client.channel import Bytes
-from forebay.store.holder.segment import as_bytes
-from forebay.store.wire.messages import MAX_KEY_BYTES
+from forebay.store.crc import crc32c
 
+NAMES = b"forebay:{"
 OPEN_S = 3.0
 HEALTH_S = 1.0
 USE_S = 2.0
@@ -113,7 +108,7 @@ class RedisStore:
         statuses = [Status.INVALID] * len(items)
         asks = []
         for index, item in enumerate(items):
-            target = _target(item)
+            target = target_of(item)
             if target is not None:
                 name = name_of(item.group, item.key)
                 receive = _receiving(item, target, statuses, index)
@@ -129,7 +124,7 @@ class RedisStore:
         """First who is there with which length, then what is missing or of another length."""
         deadline = time.monotonic() + timeout_s
         statuses = [Status.INVALID] * len(items)
-        values = {i: value for i, item in enumerate(items) if (value := _value(item)) is not None}
+        values = {i: value for i, item in enumerate(items) if (value := value_of(item)) is not None}
         names = {i: name_of(items[i].group, items[i].key) for i in values}
         lengths = [_Ask(i, name, [b"STRLEN", name]) for i, name in names.items()]
         puts = []
@@ -201,7 +196,7 @@ class RedisStore:
         self._topology.close()
 
     def _set(self, index: int, name: bytes, key: bytes, value: Bytes, *, is_new: bool) -> _Ask:
-        command: list[Argument] = [b"SET", name, (value.data, trailer_of(key, value))]
+        command: list[Argument] = [b"SET", name, (value.data, trailer_of(key, crc32c(value.data)))]
         if is_new:
             command.append(b"NX")
         if self._url.ttl_s:
@@ -247,6 +242,11 @@ class RedisStore:
                 replies[index] = answer if isinstance(answer, _Failed) else answer[nth]
 
 
+def name_of(group: bytes, key: bytes) -> bytes:
+    """A cluster keeps what stands in braces in one slot."""
+    return NAMES + group.hex().encode() + b"}:" + key
+
+
 def _pipelined(
     pool: Pool, asking: bool, asks: Sequence[_Ask], deadline: float
 ) -> list[Reply] | _Failed:
@@ -284,7 +284,7 @@ def _receiving(item: GetItem, target: Bytes, statuses: list[Status], index: int)
         trailer = bytearray(TRAILER_BYTES)
         reader.read_into(page.data)
         reader.read_into(memoryview(trailer))
-        if not is_whole(item.key, page, trailer):
+        if not is_whole(item.key, crc32c(page.data), trailer):
             statuses[index] = Status.CHECKSUM
             return b""
         if page is not target:
@@ -293,24 +293,6 @@ def _receiving(item: GetItem, target: Bytes, statuses: list[Status], index: int)
         return b""
 
     return receive
-
-
-def _target(item: GetItem) -> Bytes | None:
-    """Where the bytes go; None if they cannot."""
-    try:
-        target = as_bytes(item.buffer)[: item.length]
-    except (TypeError, ValueError):
-        return None
-    fits = len(target) == item.length and item.length >= 1 and item.offset >= 0
-    return target if fits and target.flags.writeable else None
-
-
-def _value(item: PutItem) -> Bytes | None:
-    try:
-        value = as_bytes(item.buffer)
-    except (TypeError, ValueError):
-        return None
-    return value if 0 < len(item.key) <= MAX_KEY_BYTES and len(value) else None
 
 
 def _status(reply: _Failed | ReplyError) -> Status:

@@ -1,9 +1,10 @@
-"""Threads for system calls that may never return: a file on a network file system whose server is gone, a dying disk.
+"""Threads for calls that may never return: of a file system whose server is gone, of another project's client.
 
-    caller --jobs--> queue --> one of the threads --> answers; the caller waits for them until its deadline and then gives them up
+    caller --jobs--> queue --> one of the threads --> answers; the caller waits until its deadline and then gives them up
 
-No time-out reaches into such a call. So it works on memory of its thread, and touches the caller's only by `Job.touch`, which a job
-that was given up does not get any more. Threads are daemons: one that hangs keeps no process alive.
+No time-out reaches into such a call. So a job works on memory of its thread, and touches the caller's only by
+`Job.touch`, which a job that was given up does not get any more. Threads are daemons: one that hangs keeps no process
+alive.
 """
 
 import threading
@@ -63,11 +64,15 @@ class Job(Generic[T]):
                 self._given_up = True
 
 
-class FileThreads:
-    """``count`` threads, started when first needed."""
+class CallThreads:
+    """``count`` threads, started when first needed. ``scratch``: makes the memory of each."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(
+        self, count: int, name: str = "file", scratch: Callable[[], Scratch] = Scratch
+    ) -> None:
         self._count = count
+        self._name = name
+        self._make_scratch = scratch
         self._queue: SimpleQueue[Job[object] | None] = SimpleQueue()
         self._started = False
         self._lock = threading.Lock()
@@ -92,10 +97,12 @@ class FileThreads:
             if not self._started:
                 self._started = True
                 for number in range(self._count):
-                    threading.Thread(target=self._serve, name=f"file-{number}", daemon=True).start()
+                    threading.Thread(
+                        target=self._serve, name=f"{self._name}-{number}", daemon=True
+                    ).start()
 
     def _serve(self) -> None:
-        scratch = Scratch()
+        scratch = self._make_scratch()
         while (job := self._queue.get()) is not None:
             if not job.touch(lambda: None):  # given up while it waited here
                 continue
