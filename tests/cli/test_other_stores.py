@@ -37,7 +37,7 @@ class Other:
     start: Callable[[], None]
 
 
-@pytest.fixture(scope="module", params=["redis", "mooncake"])
+@pytest.fixture(scope="module", params=["redis", pytest.param("mooncake", marks=pytest.mark.slow)])
 def other(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Other]:
