@@ -7,7 +7,6 @@ routes that change or show the whole server take that alone.
 import hashlib
 import hmac
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -19,14 +18,6 @@ ADMIN_PATHS = ("/cache/flush", "/flush_cache", "/timeline")
 ADMIN_PREFIX = "/admin/"
 
 Headers = Iterable[tuple[bytes, bytes]]
-
-
-@dataclass(frozen=True, slots=True)
-class Caller:
-    """``key``: what was sent as a bearer token, empty for none."""
-
-    key: bytes
-    is_admin: bool
 
 
 class Keys:
@@ -42,24 +33,24 @@ class Keys:
     def are_set(self) -> bool:
         return bool(self._keys) or self._admin is not None
 
-    def caller(self, headers: Headers) -> Caller:
-        """Where no operator's key is set, who may ask may operate."""
-        key = bearer(headers)
-        if self._admin is None:
-            return Caller(key, True)
-        return Caller(key, hmac.compare_digest(_digest(key), self._admin))
+    def operates(self, headers: Headers) -> bool:
+        """Whether a request carries the operator's key."""
+        return self._admin is not None and self._is_admin(_digest(bearer(headers)))
 
     def allow(self, path: str, headers: Headers) -> bool:
         if path in OPEN_PATHS:
             return True
-        caller = self.caller(headers)
-        if self._admin is not None and caller.is_admin:
+        given = _digest(bearer(headers))
+        if self._admin is not None and self._is_admin(given):
             return True
         if self._admin is not None and (path in ADMIN_PATHS or path.startswith(ADMIN_PREFIX)):
             return False
-        given = _digest(caller.key)
         # All are compared, so that the time does not tell which one it was.
         return not self._keys or any([hmac.compare_digest(given, key) for key in self._keys])
+
+    def _is_admin(self, given: bytes) -> bool:
+        assert self._admin is not None
+        return hmac.compare_digest(given, self._admin)
 
 
 class RequireKey:

@@ -26,8 +26,9 @@ from forebay.frontend.service import Service
 
 async def completions(service: Service, request: Request) -> Response:
     """Raises what `errors` knows an answer to."""
-    asked = parse_completion(await read_body(request, service.body_bytes_max))
-    generation = await service.generate(request, asked, "cmpl")
+    with service.counting_refusals():
+        asked = parse_completion(await read_body(request, service.body_bytes_max))
+        generation = await service.generate(request, asked, "cmpl")
     wording = _Wording(service, generation, asked)
     heartbeat_s = service.settings.stream_heartbeat_s
     return await answer(request, generation, wording, asked.streamed, heartbeat_s)

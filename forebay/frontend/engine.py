@@ -84,7 +84,7 @@ class EngineDown(Exception):
 
 @dataclass(slots=True)
 class _Open:
-    """A sequence that has not ended."""
+    """A sequence that has not ended. ``prompt_tokens``: 0 for further choices of a prompt, which is counted once."""
 
     call: "Call"
     prompt_tokens: int
@@ -201,18 +201,20 @@ class Engine:
 
     # ------------------------------------------------------------------------------------------ requests
 
-    def submit(self, submits: Sequence[Submit]) -> Call:
-        """Send the sequences of one API request. Raises ``EngineDown`` if the engine is not, or no longer, there."""
+    def submit(self, submits: Sequence[Submit], choices: int = 1) -> Call:
+        """Send the sequences of one API request, of which every ``choices`` share a prompt.
+
+        Raises ``EngineDown`` if the engine is not, or no longer, there.
+        """
         self.check_takes_requests()
         if len(self._unsent) + len(submits) > MAX_UNSENT_FRAMES:
             raise EngineDown("the planner is not taking messages; try again later")
         call = Call(self, submits)
         now = self._clock()
-        for submit in submits:
+        for number, submit in enumerate(submits):
             assert submit.request_id not in self._open, submit.request_id
-            self._open[submit.request_id] = _Open(
-                call, len(submit.prompt) // TOKEN_BYTES, now, time.monotonic_ns()
-            )
+            counted = 0 if number % choices else len(submit.prompt) // TOKEN_BYTES
+            self._open[submit.request_id] = _Open(call, counted, now, time.monotonic_ns())
             self._send(submit)
         return call
 

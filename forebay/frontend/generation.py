@@ -14,6 +14,8 @@ from forebay.frontend.engine import Call, Engine
 from forebay.frontend.seeds import SeedCounter, derive_seed
 from forebay.frontend.sequence import Delta, Detokenizer, Finish, Position, Sequence
 
+_FAILURES = {FinishReason.REJECTED_TOO_LONG: "too_long", FinishReason.REJECTED_FULL: "full"}
+
 Event = tuple[int, Delta]
 DetokenizerFactory = Callable[[bool], Detokenizer]  # takes ``skip_special``
 
@@ -36,7 +38,9 @@ class Generation:
         eos: tuple[int, ...],
         seeds: SeedCounter,
         detokenizer: DetokenizerFactory,
+        on_end: Callable[[str], None] = lambda outcome: None,
     ) -> None:
+        self._on_end = on_end
         params = work.params
         submits: list[Submit] = []
         self.sequences: list[Sequence] = []
@@ -65,7 +69,9 @@ class Generation:
                 )
                 self.usages.append(None)
         self.work = work
-        self.call: Call = engine.submit(submits)
+        self._failure: FinishReason | None = None
+        self._is_closed = False
+        self.call: Call = engine.submit(submits, params.n)
 
     async def events(self) -> AsyncIterator[list[Event]]:
         """Deltas by sequence index, until every sequence has finished. Raises ``GenerationError``; then everything is aborted."""
@@ -75,12 +81,25 @@ class Generation:
                 if events:
                     yield events
                 if failure is not None:
+                    self._failure = failure.reason
                     raise failure
         finally:
             self.close()
 
     def close(self) -> None:
         self.call.close()
+        if not self._is_closed:
+            self._is_closed = True
+            self._on_end(self.outcome)
+
+    @property
+    def outcome(self) -> str:
+        """How the request ended, for metrics (`observe.metrics.REQUEST_OUTCOMES`), all choices taken together."""
+        if self._failure is not None:
+            return _FAILURES.get(self._failure, "error")
+        if not all(sequence.finished for sequence in self.sequences):
+            return "abort"
+        return "length" if any(one.finish == "length" for one in self.sequences) else "stop"
 
     def __enter__(self) -> "Generation":
         return self

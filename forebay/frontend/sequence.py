@@ -59,7 +59,11 @@ class Sequence:
         self._decoded_chars = 0
         self._sent_chars = 0
         self.token_count = 0
-        self.finished = False
+        self.finish: Finish | None = None
+
+    @property
+    def finished(self) -> bool:
+        return self.finish is not None
 
     def push(self, output: Output) -> Delta:
         """Takes an Output that has no ``finish``, or one of STOP and LENGTH."""
@@ -126,7 +130,7 @@ class Sequence:
         stop_reason: str | int | None = None,
     ) -> Delta:
         self._sent_chars += len(text)
-        self.finished = finish is not None
+        self.finish = finish
         released: list[Position] = []
         # A position goes out with its text; what a stop string cut off goes nowhere.
         ended_by_text = isinstance(stop_reason, str)

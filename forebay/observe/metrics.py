@@ -30,6 +30,9 @@ from forebay.observe.figures import (
 
 _TTFT_BOUNDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _INTER_TOKEN_BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
+# stop, length: the text is whole, or was cut at max_tokens; abort: the client left; invalid, too_long, full: refused, before or by
+# the engine; error: the engine's fault.
+REQUEST_OUTCOMES = ("stop", "length", "abort", "invalid", "too_long", "full", "error")
 _TIERS = ("device", "host", "store")
 _PAGE_STATES = ("free", "cached", "private", "held")
 _TICKET_OUTCOMES = (
@@ -81,12 +84,26 @@ class Metrics:
             registry=self._registry,
         )
         self._prompt_tokens = Counter(
-            "forebay_prompt_tokens", "Prompt tokens of admitted sequences", registry=self._registry
+            "forebay_prompt_tokens",
+            "Prompt tokens of admitted requests, once for all choices",
+            registry=self._registry,
         )
         cached = Counter(
             "forebay_cached_tokens",
             "Prompt tokens found cached",
             ("tier",),
+            registry=self._registry,
+        )
+        requests = Counter(
+            "forebay_requests",
+            "API requests by how they ended, one for all of their choices",
+            ("outcome",),
+            registry=self._registry,
+        )
+        self._requests = {outcome: requests.labels(outcome) for outcome in REQUEST_OUTCOMES}
+        self._generated = Counter(
+            "forebay_generated_tokens",
+            "Tokens that the engine generated for sequences",
             registry=self._registry,
         )
         self._cached = tuple(cached.labels(tier) for tier in _TIERS)
@@ -99,10 +116,12 @@ class Metrics:
     def on_output(
         self, submitted_at: float, last_token_at: float | None, prompt_tokens: int, output: Output
     ) -> None:
-        """Count one Output of a sequence: times on the clock given at construction."""
+        """Count one Output of a sequence: times on the clock given at construction. ``prompt_tokens`` is 0 for further choices of a
+        prompt that is counted already."""
         if output.usage is not None:
+            self._queue.observe(output.usage.queue_s)
+        if output.usage is not None and prompt_tokens:
             usage = output.usage
-            self._queue.observe(usage.queue_s)
             self._prompt_tokens.inc(prompt_tokens)
             for counter, tokens in zip(
                 self._cached,
@@ -112,12 +131,17 @@ class Metrics:
                 counter.inc(tokens)
         if not output.tokens:
             return
+        self._generated.inc(len(output.tokens))
         now = self._clock()
         if last_token_at is None:
             self._ttft.observe(now - submitted_at)
         else:
             for _ in output.tokens:
                 self._inter_token.observe((now - last_token_at) / len(output.tokens))
+
+    def on_request(self, outcome: str) -> None:
+        """Count one API request that has ended; ``outcome`` is one of `REQUEST_OUTCOMES`."""
+        self._requests[outcome].inc()
 
     def render(self) -> tuple[bytes, str]:
         """The exposition text and its media type."""

@@ -8,7 +8,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 import forebay
-from forebay.core.messages import GridState, StoreHealth, Usage
+from forebay.core.messages import FinishReason, GridState, StoreHealth, Usage
 from forebay.settings import Settings
 from tests.frontend.fake_planner import FakePlanner
 from tests.frontend.served import MODEL, Server, says, until, wait_ready
@@ -124,6 +124,47 @@ def test_metrics_count_what_passed(server: Server) -> None:
     assert {name: metric(server, name) - before[name] for name in names} == names
 
 
+def outcomes(server: Server) -> dict[str, float]:
+    names = ("stop", "length", "abort", "invalid", "too_long", "full", "error")
+    return {name: metric(server, f'forebay_requests_total{{outcome="{name}"}}') for name in names}
+
+
+def test_a_request_is_counted_once_by_how_it_ended_however_many_choices_it_has(
+    server: Server,
+) -> None:
+    def ends(as_: str, **body: object) -> None:
+        before = outcomes(server)
+        server.post("/v1/completions", **body)
+        after = outcomes(server)
+        assert {name for name in after if after[name] != before[name]} == {as_}
+        assert after[as_] == before[as_] + 1
+
+    prompts, generated = "forebay_prompt_tokens_total", "forebay_generated_tokens_total"
+    before = metric(server, prompts), metric(server, generated)
+    ends("stop", prompt="ab", n=3)
+    ends("stop", prompt="ab", n=2, stream=True)
+    assert (metric(server, prompts), metric(server, generated)) == (before[0] + 4, before[1] + 30)
+    ends("length", prompt="ab", n=3, max_tokens=2)
+    ends("invalid", prompt="ab", n=99)
+    ends("invalid", prompt="ab", model="another")
+    ends("too_long", prompt="x" * 5000)
+    server.planner.break_after = 2
+    ends("error", prompt="ab", n=2)
+    server.planner.refuse = (FinishReason.REJECTED_FULL, "full")
+    ends("full", prompt="ab", n=2)
+
+
+def test_a_client_that_leaves_is_counted_as_that(server: Server) -> None:
+    server.planner.script = says("hello", end=False)
+    server.planner.allow(1)
+    before = outcomes(server)["abort"]
+    with server.http.stream(
+        "POST", "/v1/completions", json={"model": "tiny", "prompt": "x", "stream": True}
+    ):
+        pass
+    until(lambda: outcomes(server)["abort"] == before + 1)
+
+
 def test_metrics_of_the_planner(server: Server) -> None:
     assert metric(server, "forebay_waiting_requests") == 3
     assert metric(server, 'forebay_pages{state="free",tier="device"}') == 64
@@ -167,6 +208,8 @@ METRICS = {
     "forebay_worker_restarts_total": {},
     "forebay_plan_seconds": {},
     "forebay_running_requests": {},
+    "forebay_requests_total": {"outcome": {"stop", "length", "abort", "invalid", "error"}},
+    "forebay_generated_tokens_total": {},
     "forebay_waiting_requests": {},
 }
 
