@@ -21,6 +21,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from forebay import machine
 from forebay.bench.scratch import scratch_directory
 from forebay.bench.token_ids import first_token_id
 from forebay.bench.ttft.load import Client
@@ -323,7 +324,7 @@ def _file(config: ModelConfig, dials: dict[str, float]) -> str:
         "model.activation_bytes_per_token": config.hidden_size * _item_bytes(config),
         "engine.pp": PP, "engine.tp": 1, "engine.page_size": PAGE, "engine.chunk_size": CHUNK, "engine.max_context": config.max_context,
         "engine.device_memory": '"512MiB"', "engine.host_memory": '"1GiB"', "engine.staged_look": '"forward"',
-        "forward.cores": len(os.sched_getaffinity(0)),
+        "forward.cores": machine.cores().usable,
         "store.holders": 1, "store.dram": '"1GiB"', "store.ssd": '"8GiB"', "store.nic_gb_s": dials["network.nic_gb_s"] * PP,
     }  # fmt: skip
     lines = [

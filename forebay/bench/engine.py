@@ -34,7 +34,7 @@ from forebay.core.sampling import SamplingParams
 from forebay.frontend.llm import LLM
 from forebay.models.config import ModelConfig, load_config
 from forebay.models.resolve import ResolvedModel, resolve_model
-from forebay.runtime.launch import threads_per_rank
+from forebay.runtime.sizing import threads_per_rank
 from forebay.settings import Device, DType, Settings
 
 COLD_TOKENS = (512, 2048, 4096)

@@ -16,8 +16,7 @@ from forebay.core.messages import Snapshot
 from forebay.models.config import load_config
 from forebay.models.kv import page_block
 from forebay.models.kv_format import kv_format
-from forebay.models.shard import shards
-from forebay.runtime.rank import shard_parameters
+from forebay.models.shard import shard_parameters, shards
 from forebay.settings import Settings
 
 OVER_BYTES_MAX = 450_000_000

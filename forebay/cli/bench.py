@@ -14,7 +14,7 @@ from forebay.cli.errors import UserError
 from forebay.frontend.engine import EngineDown
 from forebay.frontend.later import refuse_later
 from forebay.models.errors import ModelError
-from forebay.runtime.launch import StartError
+from forebay.runtime.start_error import StartError
 from forebay.settings import resolve
 
 ANOTHER_FOREBAY = "forebay:"

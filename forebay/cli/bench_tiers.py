@@ -15,7 +15,7 @@ from forebay.bench.ttft.plan import TtftError
 from forebay.cli.errors import UserError
 from forebay.frontend.later import refuse_later
 from forebay.models.errors import ModelError
-from forebay.runtime.launch import StartError
+from forebay.runtime.start_error import StartError
 from forebay.settings import ENVIRONMENT_PREFIX, resolve
 
 _DEFAULTS = {"pp": "2", "threads_per_rank": "1", "fetch_policy": "wait"}

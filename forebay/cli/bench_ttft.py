@@ -20,7 +20,7 @@ from forebay.bench.ttft.timeline import PHASES
 from forebay.cli.errors import UserError
 from forebay.frontend.later import refuse_later
 from forebay.models.errors import ModelError
-from forebay.runtime.launch import StartError
+from forebay.runtime.start_error import StartError
 from forebay.settings import ENVIRONMENT_PREFIX, resolve
 
 INVALID = 1

@@ -11,7 +11,7 @@ from forebay.bench.ttft.plan import TtftError
 from forebay.cli.errors import UserError
 from forebay.frontend.engine import EngineDown
 from forebay.models.errors import ModelError
-from forebay.runtime.launch import StartError
+from forebay.runtime.start_error import StartError
 from forebay.sim.cluster import make_cluster
 
 MODEL = "demo"

@@ -46,7 +46,7 @@ def run_generate(asked: Asked) -> None:
     from forebay.frontend.prompts import PromptError
     from forebay.models.errors import ModelError
     from forebay.models.tokenizer import TemplateError
-    from forebay.runtime.launch import StartError
+    from forebay.runtime.start_error import StartError
 
     try:
         with Console(stderr=True).status(f"loading {asked.model}"):

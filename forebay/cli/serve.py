@@ -14,7 +14,7 @@ def run_server(model: str, flags: Mapping[str, Any], config: Path | None) -> int
     settings = resolve(refuse_later(flags), config)
     from forebay.frontend.server import ListenError, serve
     from forebay.models.errors import ModelError
-    from forebay.runtime.launch import StartError
+    from forebay.runtime.start_error import StartError
 
     try:
         return serve(model, settings)

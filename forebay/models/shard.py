@@ -99,3 +99,15 @@ def shards(config: ModelConfig, pp: int, tp: int) -> list[list[Shard]]:
         [Shard(part.start, part.stop, config.layers, rank, tp) for rank in range(tp)]
         for part in split_layers(config.layers, pp)
     ]
+
+
+def shard_parameters(config: ModelConfig, shard: Shard) -> int:
+    """Numbers in a shard's weight matrices; norms and biases are too few to count."""
+    heads, kv_heads = len(shard.heads(config)), len(shard.kv_heads(config))
+    attention = config.hidden_size * config.head_dim * (2 * heads + 2 * kv_heads)
+    mlp = 3 * config.hidden_size * len(shard.intermediate(config))
+    table = config.vocab_size * config.hidden_size
+    tables = int(shard.is_first) + int(shard.is_last)
+    if config.tied_embeddings and shard.is_first and shard.is_last:
+        tables = 1
+    return shard.layer_count * (attention + mlp) + tables * table

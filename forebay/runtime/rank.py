@@ -17,7 +17,7 @@ from forebay.models.errors import ModelError
 from forebay.models.kv import KVPool, page_block
 from forebay.models.kv_format import KvFormat, kv_format
 from forebay.models.llama import Kernels, Stage, load_stage
-from forebay.models.shard import Shard, shards
+from forebay.models.shard import Shard, shard_parameters, shards
 from forebay.observe.events import SpanRing
 from forebay.observe.figures import Meter
 from forebay.runtime.boot import WorkerBoot
@@ -208,15 +208,3 @@ def _is_shortage(error: Exception) -> bool:
     return isinstance(
         error, MemoryError | OverflowError | torch.OutOfMemoryError
     ) or "can't allocate memory" in str(error)
-
-
-def shard_parameters(config: ModelConfig, shard: Shard) -> int:
-    """Numbers in a shard's weight matrices; norms and biases are too few to count."""
-    heads, kv_heads = len(shard.heads(config)), len(shard.kv_heads(config))
-    attention = config.hidden_size * config.head_dim * (2 * heads + 2 * kv_heads)
-    mlp = 3 * config.hidden_size * len(shard.intermediate(config))
-    table = config.vocab_size * config.hidden_size
-    tables = int(shard.is_first) + int(shard.is_last)
-    if config.tied_embeddings and shard.is_first and shard.is_last:
-        tables = 1
-    return shard.layer_count * (attention + mlp) + tables * table

@@ -4,8 +4,8 @@ import os
 
 import pytest
 
-from forebay.runtime.launch import threads_per_rank
 from forebay.runtime.planner_process import chunk_size
+from forebay.runtime.sizing import threads_per_rank
 from forebay.settings import resolve
 
 

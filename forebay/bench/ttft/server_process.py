@@ -8,7 +8,7 @@ import msgspec
 from forebay.frontend.server import serve
 from forebay.models.errors import ModelError
 from forebay.runtime.boot import die_with_parent, read_boot
-from forebay.runtime.launch import StartError
+from forebay.runtime.start_error import StartError
 from forebay.settings import Settings
 
 

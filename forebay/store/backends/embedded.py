@@ -18,13 +18,14 @@ from pathlib import Path
 
 import platformdirs
 
-from forebay import compiled
+from forebay import compiled, machine
 from forebay.store.backend import Capabilities, GetItem, Health, PutItem, Status, StoreUse
 from forebay.store.backends.forebay import ForebayStore
 from forebay.store.client.prefetcher import PrefetchOptions
 from forebay.store.client.store import StoreClient
 
 DEFAULT_DRAM = 256 << 20
+DRAM_PART = 16
 DEFAULT_SSD = 8 << 30
 START_S = 30.0
 END_S = 12.0
@@ -145,6 +146,11 @@ class EmbeddedStore:
             child.wait()
         if child.stdout is not None:
             child.stdout.close()
+
+
+def default_dram() -> int:
+    """Where nobody gave a size: less where little memory is free."""
+    return min(DEFAULT_DRAM, machine.memory().available // DRAM_PART)
 
 
 def default_directory() -> Path:

@@ -11,10 +11,10 @@ from forebay.store.address import AddressError, shown
 from forebay.store.backend import PageStore
 from forebay.store.backends.directory import DirectoryStore
 from forebay.store.backends.embedded import (
-    DEFAULT_DRAM,
     DEFAULT_SSD,
     EmbeddedStore,
     default_directory,
+    default_dram,
 )
 from forebay.store.backends.forebay import ForebayStore
 from forebay.store.backends.mooncake import MooncakeStore, MooncakeUrl
@@ -54,7 +54,7 @@ def open_store(
         return None
     try:
         if name == "embedded" or name.startswith("embedded:"):
-            sizes = _sizes(query, {"dram": DEFAULT_DRAM, "ssd": DEFAULT_SSD})
+            sizes = _sizes(query, {"dram": default_dram(), "ssd": DEFAULT_SSD})
             directory = (
                 Path(name.removeprefix("embedded").removeprefix(":"))
                 if ":" in name

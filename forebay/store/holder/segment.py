@@ -13,12 +13,12 @@ import os
 import struct
 from collections.abc import Sequence
 from enum import IntEnum
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 from typing_extensions import Buffer
 
+from forebay import machine
 from forebay.store.backend import Status
 from forebay.store.holder.mapping import Mapping, Toucher, sealed_bytes
 from forebay.store.master.extents import ALIGN_BYTES, footprint
@@ -50,28 +50,12 @@ def as_bytes(buffer: Buffer) -> npt.NDArray[np.uint8]:
     return np.frombuffer(view, dtype=np.uint8) if view.nbytes else np.empty(0, np.uint8)
 
 
-def available_bytes() -> int:
-    """Memory that can be allocated without anyone being killed for it: the machine's, or less in a control group with a limit."""
-    with open("/proc/meminfo") as file:
-        fields = dict(line.split(":", 1) for line in file)
-    available = int(fields["MemAvailable"].split()[0]) << 10
-    try:
-        group = Path("/sys/fs/cgroup") / Path("/proc/self/cgroup").read_text().split("::", 1)[
-            1
-        ].strip().lstrip("/")
-        limit = (group / "memory.max").read_text().strip()
-        used = int((group / "memory.current").read_text())
-    except (OSError, IndexError, ValueError):
-        return available
-    return available if limit == "max" else min(available, max(0, int(limit) - used))
-
-
 class Segment:
     """``capacity`` bytes, really allocated. Close it when no view of it is in use any more."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity & -ALIGN_BYTES
-        available = available_bytes()
+        available = machine.memory().available
         if capacity > available:  # allocating would go on until the kernel kills someone
             raise SegmentError(
                 f"{capacity} bytes of DRAM are asked for, {available} are available; give a smaller --dram"
