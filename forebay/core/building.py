@@ -220,8 +220,15 @@ def _opening(request: Request, start: int) -> Opening:
         eos=request.eos,
         prompt_tokens=request.prompt_tokens,
         outputs=request.emitted,
-        history=request.tokens(0, start) if request.params.has_penalties else b"",
+        history=_history(request, start),
     )
+
+
+def _history(request: Request, start: int) -> bytes:
+    """What the sampler must know of the tokens before ``start``."""
+    params = request.params
+    with_outputs = params.needs_outputs and start > request.prompt_tokens
+    return request.tokens(0, start) if params.has_penalties or with_outputs else b""
 
 
 def _insert_nodes(replica: Replica, request: Request, number: int) -> None:

@@ -91,6 +91,9 @@ class FinishReason(StrEnum):
     ERROR = "error"  # after the retry bound: the grid could not be kept alive
     REJECTED_FULL = "rejected_full"  # the waiting queue is full: try later
     REJECTED_TOO_LONG = "rejected_too_long"  # can never fit
+    GRAMMAR = (
+        "grammar"  # its grammar cannot go on: no token is allowed, or finding one takes too much
+    )
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -222,8 +225,9 @@ class Allocate(_Message, frozen=True):
 class Opening(msgspec.Struct, frozen=True, array_like=True):
     """A request takes ``slot`` of the workers' mirror, which is cleared first.
 
-    ``history``: packed tokens before this plan's, prompt first, sent only if ``params.has_penalties``; ``prompt_tokens`` of
-    all its tokens are prompt. ``outputs``: tokens it has emitted before (0 unless it re-enters after a retraction).
+    ``history``: packed tokens before this plan's, prompt first, sent only if the sampler needs them
+    (`SamplingParams.needs_outputs`); ``prompt_tokens`` of all its tokens are prompt. ``outputs``:
+    tokens it has emitted before (0 unless it re-enters after a retraction).
     """
 
     slot: int
@@ -384,11 +388,15 @@ class Ready(_Message, frozen=True):
 
 
 class Sample(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """One chosen token. ``slot`` as in the piece that asked for it."""
+    """One chosen token. ``slot`` as in the piece that asked for it.
+
+    ``failure``: why its grammar allows none; then ``token`` means nothing.
+    """
 
     slot: int
     token: int
     logprobs: TokenLogprobs | None = None
+    failure: str = ""
 
 
 class PlanDone(_Message, frozen=True):

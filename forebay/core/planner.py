@@ -397,6 +397,9 @@ class Planner:
         for sample, request in zip(done.samples, record.sampling, strict=True):
             if request.state is not running or request.last_plan != record.number:
                 continue
+            if sample.failure:
+                self._finish(request, FinishReason.GRAMMAR, sample.failure)
+                continue
             token, usage = sample.token, request.unsaid
             reason = request.accept(token, max_context)
             if usage is not None:

@@ -90,7 +90,7 @@ class Request:
         assert submit.params.max_tokens is not None
         self.last_length = self.prompt_tokens + submit.params.max_tokens
         self.stops = frozenset(submit.params.stop_token_ids) | (
-            frozenset() if submit.params.ignore_eos else frozenset(submit.eos)
+            frozenset(submit.eos) if submit.params.ends_at_eos else frozenset()
         )
         self.root = root
         self.page_bytes = page_size * TOKEN_BYTES

@@ -1,6 +1,9 @@
-"""How a request wants its tokens chosen: the one parameter object from the API down to the last stage's sampler."""
+"""How a request wants its tokens chosen: the one parameter object from the API down to the last
+stage's sampler.
+"""
 
 from collections.abc import Iterable
+from enum import StrEnum
 from typing import Self
 
 import msgspec
@@ -11,7 +14,27 @@ MAX_STOP_STRING_CHARS = 1024
 MAX_STOP_TOKENS = 256
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
+MAX_GRAMMAR_CHARS = 64 << 10
 SEED_BITS = 64
+
+
+class GrammarKind(StrEnum):
+    JSON_SCHEMA = "json_schema"
+    REGEX = "regex"
+    LARK = "lark"  # llguidance's dialect; made here, not taken from users
+
+
+class Grammar(msgspec.Struct, frozen=True):
+    """What an output must be, from its first character to its last."""
+
+    kind: GrammarKind
+    text: str
+
+    def __post_init__(self) -> None:
+        if len(self.text) > MAX_GRAMMAR_CHARS:
+            raise ValueError(
+                f"grammar has {len(self.text)} characters; at most {MAX_GRAMMAR_CHARS} are allowed"
+            )
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -19,9 +42,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     ``temperature`` 0 is greedy, and so is ``top_p`` 0. ``top_k`` 0 or -1, ``top_p`` 1, ``min_p`` 0
     switch those filters off. ``seed`` makes a request's text repeatable: sampling is counter-based
-    on (seed, output index), so a re-run continues the same text.
-    ``logprobs`` asks for that many alternatives beside the chosen token's own log-probability (of the distribution before
-    temperature and filters). Raises ``ValueError`` with one line (what was given, what is allowed) on bad values.
+    on (seed, output index), so a re-run continues the same text. ``logprobs`` asks for that many
+    alternatives beside the chosen token's own log-probability (of the distribution before
+    temperature and filters).
+    ``grammar``: no token comes that it does not allow, and its end is the end of the text, whatever
+    ``min_tokens`` and ``ignore_eos`` say. Raises ``ValueError`` with one line (what was given, what
+    is allowed) on bad values.
     """
 
     n: int = 1
@@ -41,6 +67,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     logit_bias: dict[int, float] = {}
     logprobs: int | None = None
     skip_special_tokens: bool = True
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         set_ = msgspec.structs.force_setattr
@@ -92,6 +119,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     @property
     def is_greedy(self) -> bool:
         return self.temperature == 0.0 or self.top_p == 0.0
+
+    @property
+    def ends_at_eos(self) -> bool:
+        return not self.ignore_eos or self.grammar is not None
+
+    @property
+    def needs_outputs(self) -> bool:
+        """Whether the sampler must know the tokens that were emitted before."""
+        return self.has_penalties or self.grammar is not None
 
     @property
     def has_penalties(self) -> bool:

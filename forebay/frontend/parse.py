@@ -135,7 +135,8 @@ def _sampling_params(request: CompletionRequest | ChatRequest) -> SamplingParams
     given = {
         name: _plain(value)
         for name in SamplingParams.__struct_fields__
-        if name not in ("max_tokens", "logprobs") and (value := getattr(request, name)) is not None
+        if name not in ("max_tokens", "logprobs", "grammar")
+        and (value := getattr(request, name)) is not None
     }
     try:
         return SamplingParams(max_tokens=_max_tokens(request), logprobs=_logprobs(request), **given)

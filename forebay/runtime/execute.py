@@ -164,6 +164,6 @@ class Executor:
         chosen = self._sampler.sample(logits, asking)
         self.ring.record(SpanKind.SAMPLE, began, plan.number, len(asking))
         return tuple(
-            Sample(step.slot, token, logprobs)
+            Sample(step.slot, token, logprobs, self._sampler.failure(step.slot))
             for step, (token, logprobs) in zip(asking, chosen, strict=True)
         )

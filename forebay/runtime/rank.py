@@ -14,6 +14,7 @@ from forebay.core.messages import Allocate
 from forebay.models.block import Block
 from forebay.models.config import ModelConfig, load_config
 from forebay.models.errors import ModelError
+from forebay.models.grammar import load_compiler
 from forebay.models.kv import KVPool, page_block
 from forebay.models.kv_format import KvFormat, kv_format
 from forebay.models.llama import Kernels, Stage, load_stage
@@ -23,6 +24,7 @@ from forebay.observe.figures import Meter
 from forebay.runtime.boot import WorkerBoot
 from forebay.runtime.copy_engine import CopyEngine
 from forebay.runtime.execute import Executor
+from forebay.runtime.grammars import Compiled, SlotGrammars
 from forebay.runtime.grid import Grid, Place, Rendezvous, device_of, join
 from forebay.runtime.host_pool import HostPool
 from forebay.runtime.mirror import Limits
@@ -125,11 +127,16 @@ class LoadedRank:
             copier,
             grid.receiver(self.config.hidden_size, self.stage.dtype),
             grid.sender(),
-            Sampler(self.config.vocab_size, self.device) if self.place.samples else None,
+            self._sampler() if self.place.samples else None,
         )
         s_per_token = warm_up(executor, self.boot.epoch)
         executor.ring = ring  # the passes of the warm-up are no plans
         return ReadyRank(executor, copier, host, grid, s_per_token)
+
+    def _sampler(self) -> Sampler:
+        vocab_size = self.config.vocab_size
+        compiled = Compiled(lambda: load_compiler(Path(self.boot.model_path), self.config))
+        return Sampler(vocab_size, self.device, SlotGrammars(compiled, vocab_size))
 
     def _host_pool(self, pool: KVPool, pages: int) -> HostPool:
         try:

@@ -1,7 +1,8 @@
 """Chooses tokens: from the last stage's logits and each request's parameters to token ids and log-probabilities.
 
-    logits (S, V) --> edits: bias, min_tokens, penalties --+--> greedy rows: argmax
-         |                                                 '--> sampled rows: / temperature, min_p, top_k, top_p, draw
+    logits (S, V) --> edits: bias, min_tokens, penalties, grammar --+--> greedy rows: argmax
+         |                                                          '--> sampled rows: / temperature,
+         |                                                                 min_p, top_k, top_p, draw
          '--> log-probabilities, of the logits as the model gave them
 
 The order is vLLM's (`v1/sample/sampler.py`). A draw needs one uniform number, made from (seed, output index) alone (rule R3): a
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from forebay.core.messages import Opening, TokenLogprobs
 from forebay.core.sampling import SEED_BITS, SamplingParams
+from forebay.runtime.grammars import SlotGrammars
 from forebay.runtime.mirror import Step
 from forebay.runtime.token_counts import TokenCounts
 
@@ -56,16 +58,22 @@ class _Slot:
     def edits(self, output_index: int) -> bool:
         """Whether the request's logits are changed before anything is chosen."""
         params = self.params
-        return bool(params.logit_bias) or params.has_penalties or output_index < params.min_tokens
+        return (
+            bool(params.logit_bias)
+            or params.has_penalties
+            or params.grammar is not None
+            or output_index < params.min_tokens
+        )
 
 
 class Sampler:
     """Keeps per slot what its request asked for. ``open`` a slot, ``count`` every piece of it, then ``sample``."""
 
-    def __init__(self, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, vocab_size: int, device: torch.device, grammars: SlotGrammars) -> None:
         self._vocab_size = vocab_size
         self._device = device
         self._counts = TokenCounts(vocab_size, device)
+        self._grammars = grammars
         self._slots: dict[int, _Slot] = {}
 
     def open(self, opening: Opening) -> None:
@@ -89,11 +97,13 @@ class Sampler:
             torch.tensor(banned, dtype=torch.int64, device=self._device),
         )
         self._counts.open(opening)
+        self._grammars.open(opening)
 
     def count(self, steps: Sequence[Step]) -> None:
         """Note the tokens of one plan's pieces, sampled or not."""
         for step in steps:
             self._counts.add(step)
+            self._grammars.add(step)
 
     def sample(self, logits: Tensor, steps: Sequence[Step]) -> list[Chosen]:
         """One token per row. ``logits``: (S, V) float32, left as they are; ``steps``: the S sampling pieces, already counted."""
@@ -110,6 +120,10 @@ class Sampler:
                 tokens[row] = token
         return list(zip(tokens, self._logprobs(logits, tokens, slots), strict=True))
 
+    def failure(self, slot: int) -> str:
+        """Why the grammar of a slot allows no token; empty while it does, or without one."""
+        return self._grammars.failure(slot)
+
     def _parts(self, rows: list[int]) -> Iterator[list[int]]:
         """A GPU draws all rows at once; a CPU one by one, since a row and its temporaries just fit its cache."""
         count = _CPU_ROWS if self._device.type == "cpu" else max(len(rows), 1)
@@ -124,7 +138,7 @@ class Sampler:
         for row in rows:
             slot = slots[row]
             edited[row].index_add_(0, slot.bias_ids, slot.bias)
-            if steps[row].output_index < slot.params.min_tokens:
+            if slot.params.grammar is None and steps[row].output_index < slot.params.min_tokens:
                 edited[row, slot.banned] = -math.inf
         penalised = [row for row in rows if slots[row].params.has_penalties]
         if penalised:
@@ -133,6 +147,10 @@ class Sampler:
             edited[index] = self._penalise(
                 edited[index], seen, emitted, [slots[row].params for row in penalised]
             )
+        for row in rows:
+            if (allowed := self._grammars.allowed(steps[row])) is not None:
+                refused = torch.from_numpy(~allowed).to(self._device)
+                edited[row].masked_fill_(refused, -math.inf)
         return edited
 
     def _penalise(

@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 
 from forebay.core.messages import Opening, pack_tokens
 from forebay.core.sampling import SamplingParams
+from forebay.models.grammar import GrammarCompiler, GrammarError
+from forebay.runtime.grammars import Compiled, SlotGrammars
 from forebay.runtime.mirror import Step
 from forebay.runtime.sampler import Sampler, _share_floor, uniform
 
@@ -99,9 +101,16 @@ class Twin:
         self.sure = self.sure and abs(left - right) > CLOSE * max(abs(left), abs(right))
 
 
+def no_grammars() -> SlotGrammars:
+    def load() -> GrammarCompiler:
+        raise GrammarError("these tests have no tokenizer")
+
+    return SlotGrammars(Compiled(load), VOCAB)
+
+
 def sample(cases: list[Case]) -> list[int]:
     """All cases as one batch; each text comes as history and a last piece of one token."""
-    sampler = Sampler(VOCAB, torch.device("cpu"))
+    sampler = Sampler(VOCAB, torch.device("cpu"), no_grammars())
     steps = []
     for slot, case in enumerate(cases):
         text = case.prompt + case.output
@@ -181,7 +190,7 @@ def test_the_random_numbers_are_pinned_since_texts_depend_on_them() -> None:
 def test_draws_follow_the_distribution() -> None:
     logits = np.full(VOCAB, -30, np.float32)
     logits[[2, 10, 599]] = np.log([0.5, 0.3, 0.2]).astype(np.float32)
-    sampler = Sampler(VOCAB, torch.device("cpu"))
+    sampler = Sampler(VOCAB, torch.device("cpu"), no_grammars())
     sampler.open(Opening(0, "r", SamplingParams(seed=4), EOS, 1))
     steps = [step(0, [1], index, index) for index in range(5000)]
     tokens = [
@@ -219,7 +228,7 @@ def test_a_row_that_is_not_finite_gets_some_token_and_its_neighbours_the_right_o
 
 
 def test_counts_follow_a_text_over_chunks_and_forget_it_with_the_slot() -> None:
-    sampler = Sampler(VOCAB, torch.device("cpu"))
+    sampler = Sampler(VOCAB, torch.device("cpu"), no_grammars())
     params = SamplingParams(temperature=0.0, frequency_penalty=1.0, repetition_penalty=2.0)
     sampler.open(
         Opening(0, "r", params, EOS, prompt_tokens=5, outputs=1, history=pack_tokens([1, 2]))
@@ -242,7 +251,7 @@ def test_logprobs_are_those_of_the_models_own_distribution() -> None:
         SamplingParams(seed=1, top_k=5, logprobs=0),
     ]
     asks[0] = asks[0].replace(logit_bias={dice.randrange(VOCAB): 50.0})
-    sampler = Sampler(VOCAB, torch.device("cpu"))
+    sampler = Sampler(VOCAB, torch.device("cpu"), no_grammars())
     for slot, params in enumerate(asks):
         sampler.open(Opening(slot, "r", params, EOS, 1))
     chosen = sampler.sample(logits, [step(slot, [1], 0, 0) for slot in range(3)])

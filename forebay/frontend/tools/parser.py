@@ -89,7 +89,8 @@ class ToolCallParser:
         out, self._out = self._out, []
         return joined(out)
 
-    # ------------------------------------------------------------------------------------------ text
+    # ------------------------------------------------------------------------------------------
+    # text
 
     def _take(self, char: str) -> None:
         match self._at:
@@ -162,7 +163,8 @@ class ToolCallParser:
         self._line_start = False
         self._take(char)
 
-    # ----------------------------------------------------------------------------------------- calls
+    # -----------------------------------------------------------------------------------------
+    # calls
 
     def _take_body(self, char: str) -> None:
         if char in _BLANK:
@@ -258,7 +260,8 @@ class ToolCallParser:
         for char in text:
             self._take(char)
 
-    # ------------------------------------------------------------------------------- name[ARGS]{...}
+    # -------------------------------------------------------------------------------
+    # name[ARGS]{...}
 
     def _take_name(self, char: str) -> None:
         head = self._raw[len(self._format.opening) :]
