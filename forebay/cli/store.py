@@ -689,6 +689,7 @@ def bench(
     if json:
         typer.echo(jsonlib.dumps(result))
         return
+    names = [*dict.fromkeys(name for row in result["rows"] for name in row["peers"])]
     table = Table(
         "op",
         "bytes",
@@ -699,14 +700,12 @@ def bench(
         "floor",
         "unit",
         "ratio",
-        *(f"{name}" for name in peer or []),
+        *names,
     )
     for row in result["rows"]:
         ratio = row["forebay"] / row["floor"]
         figures = [f"{row['forebay']:.2f}", f"{row['floor']:.2f}", row["unit"], f"{ratio:.2f}"]
-        others = [
-            f"{row['peers'][name]:.2f}" if name in row["peers"] else "" for name in peer or []
-        ]
+        others = [f"{row['peers'][name]:.2f}" if name in row["peers"] else "" for name in names]
         table.add_row(
             row["op"],
             str(row["size"]),

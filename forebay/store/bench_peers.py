@@ -3,6 +3,8 @@
     redis      a `redis-server` of its own over loopback, nothing kept on disk; redis-py with hiredis; reads by its best call
     mooncake   its master, and a segment in another process over TCP (``tcp``) or in this one (``local``)
 
+Beside each is ``redis_backend`` or ``mooncake_backend``: the same server through our `PageStore`, as an engine uses it.
+
 To be fair: Mooncake is built for RDMA, and TCP is its weak side; Redis copies into Python objects, which its users get as they are.
 Nothing of either is needed but for this: each is imported and started only when asked for.
 """
@@ -23,8 +25,12 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from forebay.store.backend import GetItem, PutItem, Status
+from forebay.store.backends import open_store
+
 Bytes = npt.NDArray[np.uint8]
 START_S = 20.0
+CALL_S = 30.0
 MOONCAKE_BUFFER_BYTES = 64 << 20
 NAMES = ("redis", "mooncake")
 
@@ -73,13 +79,44 @@ def opened(names: Sequence[str], footprint: int) -> Iterator[dict[tuple[str, str
     with contextlib.ExitStack() as stack:
         peers: dict[tuple[str, str], Peer] = {}
         if "redis" in names:
-            peers["tcp", "redis"] = stack.enter_context(_redis())
+            peers["tcp", "redis"], peers["tcp", "redis_backend"] = stack.enter_context(_redis())
         if "mooncake" in names:
             for where in ("local", "tcp"):
-                peers[where, "mooncake"] = stack.enter_context(
-                    _mooncake(footprint + (256 << 20), in_process=where == "local")
+                peers[where, "mooncake"], peers[where, "mooncake_backend"] = stack.enter_context(
+                    _mooncake(2 * footprint + (256 << 20), in_process=where == "local")
                 )
         yield peers
+
+
+class BackendPeer:
+    """The peer's server through our `PageStore`, which it closes."""
+
+    def __init__(self, url: str) -> None:
+        store = open_store(url)
+        assert store is not None
+        self._store = store
+
+    def put(self, keys: Sequence[bytes], source: Bytes) -> None:
+        statuses = self._store.put_from([PutItem(key, source.data) for key in keys], CALL_S)
+        if set(statuses) - {Status.OK, Status.EXISTS}:
+            raise PeerError(f"a put through the backend said {statuses}")
+
+    def use(self, buffers: Sequence[Bytes]) -> None: ...
+
+    def get(self, keys: Sequence[bytes], buffers: Sequence[Bytes]) -> None:
+        pairs = zip(keys, buffers, strict=True)
+        items = [GetItem(key, 0, buffer.nbytes, buffer.data) for key, buffer in pairs]
+        if any(self._store.get_into(items, CALL_S)):
+            raise PeerError("a get through the backend failed")
+
+    def exists(self, keys: Sequence[bytes]) -> bool:
+        return self._store.match_prefix(keys, [], hint=False, timeout_s=CALL_S) == len(keys)
+
+    def clear(self) -> None:
+        self._store.clear([b""], CALL_S)
+
+    def close(self) -> None:
+        self._store.close()
 
 
 # ------------------------------------------------------------------------------------------ Redis
@@ -125,7 +162,7 @@ class RedisPeer:
 
 
 @contextlib.contextmanager
-def _redis() -> Iterator[RedisPeer]:
+def _redis() -> Iterator[tuple[RedisPeer, BackendPeer]]:
     redis = importlib.import_module("redis")
     port = _free_port()
     command = [
@@ -146,9 +183,11 @@ def _redis() -> Iterator[RedisPeer]:
         _wait(
             "redis-server", alive, lambda: _answers(client.ping, redis.exceptions.ConnectionError)
         )
+        backend = BackendPeer(f"redis://127.0.0.1:{port}")
         try:
-            yield RedisPeer(client)
+            yield RedisPeer(client), backend
         finally:
+            backend.close()
             client.close()
 
 
@@ -208,9 +247,9 @@ sys.stdin.read()
 
 
 @contextlib.contextmanager
-def _mooncake(size: int, *, in_process: bool) -> Iterator[MooncakePeer]:
+def _mooncake(size: int, *, in_process: bool) -> Iterator[tuple[MooncakePeer, BackendPeer]]:
     os.environ.setdefault("MC_TCP_BIND_ADDRESS", "127.0.0.1")
-    os.environ.setdefault("GLOG_minloglevel", "3")  # it talks a lot
+    os.environ.setdefault("MC_LOG_LEVEL", "ERROR")  # it talks a lot
     module: Any = importlib.import_module("mooncake.store")
     program = shutil.which("mooncake_master") or str(
         Path(sys.executable).with_name("mooncake_master")
@@ -242,9 +281,11 @@ def _mooncake(size: int, *, in_process: bool) -> Iterator[MooncakePeer]:
             "127.0.0.1", "P2PHANDSHAKE", own, MOONCAKE_BUFFER_BYTES, "tcp", "", f"127.0.0.1:{port}"
         ):
             raise PeerError("mooncake's client cannot be set up here; leave --peer mooncake out")
+        backend = BackendPeer(f"mooncake://127.0.0.1:{port}")
         try:
-            yield MooncakePeer(store)
+            yield MooncakePeer(store), backend
         finally:
+            backend.close()
             store.close()
 
 

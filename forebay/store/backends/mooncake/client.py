@@ -36,7 +36,7 @@ class Client:
         host = url.own_host
         # Without this it would listen on every address of the machine. What the user has set stays.
         os.environ.setdefault("MC_TCP_BIND_ADDRESS", host)
-        os.environ.setdefault("GLOG_minloglevel", "2")
+        os.environ.setdefault("MC_LOG_LEVEL", "ERROR")  # it says a dozen lines at each start
         try:
             module: Any = importlib.import_module("mooncake.store")
         except ImportError as error:
