@@ -60,6 +60,16 @@ class KvDType(StrEnum):
     FP8_E4M3 = "fp8_e4m3"
 
 
+class MessageSpecialTokens(StrEnum):
+    TEXT = "text"
+    PARSE = "parse"
+
+
+class GenerationConfig(StrEnum):
+    AUTO = "auto"
+    NONE = "none"
+
+
 class Device(StrEnum):
     CPU = "cpu"
     CUDA = "cuda"
@@ -282,6 +292,18 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             ("--max-model-len",),
         ),
     ] = None
+    message_special_tokens: Annotated[
+        MessageSpecialTokens,
+        Setting(
+            "control tokens that a chat message spells: text like any other, or parsed, by which a message can make turns of its own"
+        ),
+    ] = MessageSpecialTokens.TEXT
+    generation_config: Annotated[
+        GenerationConfig,
+        Setting(
+            "auto = a request without sampling fields gets those of the model's generation_config.json; none = the API's defaults"
+        ),
+    ] = GenerationConfig.AUTO
     max_waiting: Annotated[
         int, Setting("requests that may queue; more are refused with 429", "requests", 0, 1_000_000)
     ] = 1000

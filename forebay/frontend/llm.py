@@ -233,7 +233,10 @@ class _Host:
         name = listed(self.settings.served_model_name or resolved.name)[0]
         self.model: ServedModel = load_served_model(resolved.path, name, self._planner.max_context)
         self.encoder = PromptEncoder(
-            self.model.tokenizer, self.model.max_context, self.model.vocab_size
+            self.model.tokenizer,
+            self.model.max_context,
+            self.model.vocab_size,
+            self.settings.message_special_tokens,
         )
         self.seeds = SeedCounter(self.settings.seed)
         self._engine = Engine(self._planner)

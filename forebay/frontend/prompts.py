@@ -6,18 +6,23 @@ tokenizer's core releases the GIL (its batch calls do, the single ones do not).
 """
 
 import asyncio
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from forebay.frontend.asked import Conversation, Source, Texts, TokenLists
+from forebay.models.chat_template import TemplateTimeout
+from forebay.settings import MessageSpecialTokens
 
 # No vocabulary in use has text tokens that are longer on average over a whole prompt; runs of blanks come closest.
 MAX_CHARS_PER_TOKEN = 128
 INLINE_CHARS = 8192
 MESSAGE_CHARS = 32  # what a template puts around one, at least
 THREADS = 2
+TEMPLATE_S = 5.0
+INLINE_TEMPLATE_S = 0.1  # that a template may hold up the event loop, once
 
 T = TypeVar("T")
 
@@ -27,12 +32,16 @@ class Tokenizer(Protocol):
 
     def encode(self, text: str, add_special: bool = True) -> list[int]: ...
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str: ...
-    def apply_chat_template(
+    def encode_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
         add_generation_prompt: bool = True,
-        **variables: Any,
-    ) -> str: ...
+        *,
+        variables: Mapping[str, Any] = ...,
+        parse_special: bool = False,
+        continue_final: bool = False,
+        deadline_s: float = ...,
+    ) -> tuple[str, list[int]]: ...
 
 
 class RequestError(ValueError):
@@ -65,8 +74,16 @@ class Prompt:
 class PromptEncoder:
     """``max_context`` in tokens, ``vocab_size`` bounds the ids that a caller may give."""
 
-    def __init__(self, tokenizer: Tokenizer, max_context: int, vocab_size: int) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        max_context: int,
+        vocab_size: int,
+        special_tokens: MessageSpecialTokens = MessageSpecialTokens.TEXT,
+    ) -> None:
         self.tokenizer = tokenizer
+        self._parse_special = special_tokens is MessageSpecialTokens.PARSE
+        self._template_is_slow = False
         self.max_context = max_context
         self.vocab_size = vocab_size
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="tokenize")
@@ -103,15 +120,17 @@ class PromptEncoder:
         chars = sum(len(message["content"]) + MESSAGE_CHARS for message in talk.messages)
         self._check_chars(chars, "messages")
 
-        def encode() -> tuple[str, list[int]]:
-            text = self.tokenizer.apply_chat_template(
-                talk.messages, talk.add_generation_prompt, **talk.variables
+        def encode(deadline_s: float) -> tuple[str, list[int]]:
+            return self.tokenizer.encode_chat(
+                talk.messages,
+                talk.add_generation_prompt,
+                variables=talk.variables,
+                parse_special=self._parse_special,
+                continue_final=talk.continue_final,
+                deadline_s=deadline_s,
             )
-            if talk.continue_final:
-                text = _up_to_last(text, talk.messages[-1]["content"])
-            return text, self.tokenizer.encode(text, add_special=False)
 
-        text, tokens = await self._off_loop(chars, encode)
+        text, tokens = await self._rendered(chars, encode)
         return self._checked(tokens, text, "messages")
 
     def from_tokens(self, tokens: list[int]) -> Prompt:
@@ -137,6 +156,18 @@ class PromptEncoder:
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
+    async def _rendered(
+        self, chars: int, encode: Callable[[float], tuple[str, list[int]]]
+    ) -> tuple[str, list[int]]:
+        """By a template that may be slow, which nobody knows before it was once."""
+        if chars <= INLINE_CHARS and not self._template_is_slow:
+            try:
+                return encode(INLINE_TEMPLATE_S)
+            except TemplateTimeout:
+                self._template_is_slow = True
+        work = functools.partial(encode, TEMPLATE_S)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
     async def _off_loop(self, size: int, work: Callable[[], T]) -> T:
         if size <= INLINE_CHARS:
             return work()
@@ -158,14 +189,3 @@ class PromptEncoder:
         # Also for text: a tokenizer may know more tokens than the model has embeddings for.
         self.check_ids(tokens, "the prompt", field)
         return Prompt(tokens, text)
-
-
-def _up_to_last(text: str, content: str) -> str:
-    """The conversation's text without what the template puts behind the last message. Raises ``PromptError``."""
-    for wanted in (content, content.strip()):  # templates may strip what they are given
-        if wanted and (start := text.rfind(wanted)) >= 0:
-            return text[: start + len(wanted)]
-    raise PromptError(
-        "continue_final_message: the chat template changes the last message, so that nothing can go on from it",
-        "continue_final_message",
-    )

@@ -37,7 +37,10 @@ class Service:
 
     def __post_init__(self) -> None:
         self.encoder = PromptEncoder(
-            self.model.tokenizer, self.model.max_context, self.model.vocab_size
+            self.model.tokenizer,
+            self.model.max_context,
+            self.model.vocab_size,
+            self.settings.message_special_tokens,
         )
         own = self.settings.served_model_name
         self.names = listed(own) if own is not None else (self.model.name,)

@@ -3,29 +3,32 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from datetime import datetime
-from functools import cached_property
+import secrets
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from types import MappingProxyType
+from typing import Any
 
-import jinja2
-import jinja2.ext
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as Backend
 from tokenizers.models import BPE, Unigram
 
 from forebay.models.byte_alphabet import byte_alphabet
+from forebay.models.chat_template import (
+    DEADLINE_S,
+    ChatTemplate,
+    TemplateError,
+    read_templates,
+)
+from forebay.models.control_tokens import ControlTokens
 from forebay.models.errors import ModelError
+
+__all__ = ["TemplateError", "Tokenizer"]
 
 # The library remembers how it split words of up to 255 characters, by default 10,000 of them: tens of MiB where words are long, as in
 # text without spaces, and no faster than these (docs/LOG.md).
 CACHED_WORDS = 2000
+_NONE: Mapping[str, Any] = MappingProxyType({})
 _BYTE_OF = {character: byte for byte, character in enumerate(byte_alphabet())}
-
-
-class TemplateError(Exception):
-    """The chat template refused these messages; the text is the template's own."""
 
 
 class Tokenizer:
@@ -55,7 +58,8 @@ class Tokenizer:
             name: _special(settings, name)
             for name in ("bos_token", "eos_token", "unk_token", "pad_token")
         }
-        self.chat_template = _chat_template(self.path, settings)
+        self.chat_templates = read_templates(self.path, settings)
+        self._compiled: dict[str, ChatTemplate] = {}
         added = self._backend.get_added_tokens_decoder()
         self.special_ids = frozenset(index for index, token in added.items() if token.special)
         decoder = (
@@ -63,7 +67,13 @@ class Tokenizer:
             if self._backend.decoder is not None
             else None
         )
+        self._control = ControlTokens(self._backend)
         self.is_byte_level = decoder is not None and decoder["type"] == "ByteLevel"
+
+    @property
+    def chat_template(self) -> str | None:
+        """The usual template's text."""
+        return self.chat_templates.get("default")
 
     @property
     def bos_id(self) -> int | None:
@@ -106,81 +116,99 @@ class Tokenizer:
         except KeyError:  # an added token, spelled in plain text
             return token.encode()
 
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        *,
+        variables: Mapping[str, Any] = _NONE,
+        parse_special: bool = False,
+        continue_final: bool = False,
+        deadline_s: float = DEADLINE_S,
+    ) -> tuple[str, list[int]]:
+        """Text and ids of the prompt that the template makes of a conversation.
+
+        Control tokens that a message or a variable spells are text, unless `parse_special`.
+        `continue_final`: the prompt ends where the last message's content does. `variables` are the
+        template's own (`tools`, ...). Raises TemplateError.
+        """
+
+        def render(protect: Callable[[Any], Any]) -> str:
+            said = protect(messages)
+            end = f" x{secrets.token_hex(8)}x "
+            if continue_final:
+                said = [*said[:-1], {**said[-1], "content": said[-1]["content"] + end}]
+            text = self.apply_chat_template(
+                said, add_generation_prompt, variables=protect(variables), deadline_s=deadline_s
+            )
+            text = _up_to(text, end) if continue_final else text
+            _check_unicode(text)
+            return text
+
+        if not parse_special and self._control.are_in([*messages, variables]):
+            return self._control.encode(render)
+        text = render(lambda value: value)
+        return text, self.encode(text, add_special=False)
+
     def apply_chat_template(
         self,
         messages: Sequence[Mapping[str, Any]],
         add_generation_prompt: bool = True,
-        **variables: Any,
+        *,
+        variables: Mapping[str, Any] = _NONE,
+        deadline_s: float = DEADLINE_S,
     ) -> str:
-        """The prompt text of a conversation; encode it with `add_special=False`.
+        """The prompt text of a conversation; `encode_chat` encodes it too.
 
-        Raises ModelError when the model has no chat template, TemplateError when the template refuses the messages.
+        Raises TemplateError when the model has no chat template, or it makes no prompt of these
+        messages in time.
         """
-        template = self._template
-        values = {
+        template = self._template(bool(variables.get("tools")))
+        values: dict[str, Any] = {
             name: token for name, token in self._names.items() if token is not None
-        } | variables
-        try:
-            return template.render(
-                messages=[dict(message) for message in messages],
-                add_generation_prompt=add_generation_prompt,
-                **values,
-            )
-        except (jinja2.TemplateError, TypeError, KeyError, ValueError, AttributeError) as error:
-            raise TemplateError(f"the chat template refuses these messages: {error}") from None
+        }
+        values |= variables
+        values |= {
+            "messages": [dict(message) for message in messages],
+            "add_generation_prompt": add_generation_prompt,
+        }
+        return template.render(values, deadline_s)
 
-    @cached_property
-    def _template(self) -> jinja2.Template:
-        if self.chat_template is None:
-            raise ModelError(
-                f"{self.path}: the model has no chat template; allowed: plain completions; use an instruct model for chat"
+    def _template(self, with_tools: bool) -> ChatTemplate:
+        name = "tool_use" if with_tools and "tool_use" in self.chat_templates else "default"
+        if name not in self.chat_templates:
+            named = ", ".join(map(repr, sorted(self.chat_templates)))
+            raise TemplateError(
+                f"the model has chat templates named {named} and none named 'default'"
+                if named
+                else "the model has no chat template; allowed: plain completions; use an instruct "
+                "model for chat"
             )
-        # The settings of Hugging Face's apply_chat_template. A template is a stranger's code, hence the sandbox.
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True,
-            lstrip_blocks=True,
-            extensions=[_GenerationTag, jinja2.ext.loopcontrols],
+        if name not in self._compiled:
+            self._compiled[name] = ChatTemplate(self.chat_templates[name])
+        return self._compiled[name]
+
+
+def _check_unicode(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise TemplateError(
+            f"the conversation is no Unicode text (a lone surrogate at character {error.start})"
+        ) from None
+
+
+def _up_to(text: str, end: str) -> str:
+    """`text` before `end`, which a template may have stripped with what it belongs to."""
+    at = text.rfind(end)
+    if at >= 0:
+        return text[:at]
+    at = text.rfind(end.strip())
+    if at < 0:
+        raise TemplateError(
+            "the chat template leaves the last message out, so that nothing can go on from it"
         )
-        environment.filters["tojson"] = _tojson
-        environment.globals["raise_exception"] = _raise_exception
-        environment.globals["strftime_now"] = _strftime_now
-        try:
-            return environment.from_string(self.chat_template)
-        except jinja2.TemplateSyntaxError as error:
-            raise ModelError(
-                f"{self.path}: the chat template is malformed ({error}); fetch the model again"
-            ) from None
-
-
-class _GenerationTag(jinja2.ext.Extension):
-    """`{% generation %}` marks assistant text for training; for serving it is transparent."""
-
-    tags = {"generation"}  # noqa: RUF012 - the attribute that jinja2 reads
-
-    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: Any = None,
-    sort_keys: bool = False,
-) -> str:
-    """Unlike jinja2's own filter this does not escape HTML, as templates expect."""
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
-
-
-def _raise_exception(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
-
-
-def _strftime_now(pattern: str) -> str:
-    return datetime.now().strftime(pattern)
+    return text[:at].rstrip()
 
 
 def _read_settings(path: Path) -> dict[str, Any]:
@@ -201,14 +229,3 @@ def _special(settings: Mapping[str, Any], name: str) -> str | None:
     """A special token, given as text or as an added-token object."""
     value = settings.get(name)
     return value.get("content") if isinstance(value, dict) else value
-
-
-def _chat_template(path: Path, settings: Mapping[str, Any]) -> str | None:
-    """From `chat_template.jinja`, which wins, or the settings: one text, or a list of which `default` counts."""
-    file = path / "chat_template.jinja"
-    if file.is_file():
-        return file.read_text(encoding="utf-8")
-    value = settings.get("chat_template")
-    if isinstance(value, list):
-        return next((entry["template"] for entry in value if entry.get("name") == "default"), None)
-    return value

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -19,13 +20,18 @@ class Wide:
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         return "".join(map(chr, ids))
 
-    def apply_chat_template(
+    def encode_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
         add_generation_prompt: bool = True,
-        **variables: Any,
-    ) -> str:
-        return "".join(str(message["content"]) for message in messages)
+        *,
+        variables: Mapping[str, Any] = MappingProxyType({}),
+        parse_special: bool = False,
+        continue_final: bool = False,
+        deadline_s: float = 0,
+    ) -> tuple[str, list[int]]:
+        text = "".join(str(message["content"]) for message in messages)
+        return text, self.encode(text)
 
 
 @pytest.fixture

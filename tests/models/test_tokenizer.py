@@ -200,7 +200,7 @@ def test_template_stays_in_its_sandbox(tmp_path):
 
 @pytest.mark.parametrize("template", [None, "{% for %}"])
 def test_no_usable_template(tmp_path, template):
-    with pytest.raises(ModelError, match="template"):
+    with pytest.raises(TemplateError, match="template"):
         write(tmp_path, byte_level(), chat_template=template).apply_chat_template([])
 
 
