@@ -39,11 +39,12 @@ def load_served_model(path: Path, name: str, max_context: int) -> ServedModel:
     tokenizer = Tokenizer(path)
     for warning in tokenizer.warnings:
         print(f"forebay: warning: {name}: {warning}", file=sys.stderr, flush=True)
-    end = () if tokenizer.eos_id is None else (tokenizer.eos_id,)
+    declared = () if tokenizer.eos_id is None else (tokenizer.eos_id,)
+    ends = (*config.eos_ids, *declared, *tokenizer.turn_end_ids)
     return ServedModel(
         name,
         tokenizer,
-        tuple(dict.fromkeys((*config.eos_ids, *end))),
+        tuple(dict.fromkeys(ends)),
         config.vocab_size,
         max_context,
     )

@@ -7,20 +7,24 @@ Sans-IO: knows neither the engine nor HTTP.
 """
 
 from collections import deque
+from collections.abc import Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from forebay.core.messages import FinishReason, Output, TokenLogprobs
 from forebay.core.sampling import SamplingParams
-from forebay.frontend.stops import StopMatcher
+from forebay.frontend.stops import HiddenTokens, StopMatcher
 
 Finish = Literal["stop", "length"]
 
 
 class Detokenizer(Protocol):
-    """Text of tokens as they come, whole characters only."""
+    """Text of tokens as they come, whole characters only. ``hidden``: the tokens that the text
+    leaves out, by spelling."""
 
+    @property
+    def hidden(self) -> Mapping[str, int]: ...
     def push(self, ids: Items[int]) -> str: ...
     def finish(self) -> str: ...
 
@@ -50,7 +54,8 @@ class Sequence:
 
     def __init__(self, detokenizer: Detokenizer, params: SamplingParams, eos: Items[int]) -> None:
         self._detokenizer = detokenizer
-        self._stops = StopMatcher(params.stop)
+        self._hidden = HiddenTokens(params.stop, detokenizer.hidden if params.stop else {})
+        self._stops = StopMatcher(self._hidden.stops)
         self._min_tokens = params.min_tokens
         self._eos = frozenset(eos)
         # Without either, text may be made for all new tokens at once.
@@ -102,13 +107,15 @@ class Sequence:
                 self._waiting.append(
                     Position(output.tokens[index], self._decoded_chars, output.logprobs[index])
                 )
+            token = output.tokens[index]
             text, stop = self._stops.push(
-                self._decode(output.tokens[index : index + 1]), self.token_count >= self._min_tokens
+                self._decode((token,)) + self._hidden.mark(token),
+                self.token_count >= self._min_tokens,
             )
             sent += text
             if stop is not None:
-                return sent, index + 1, stop
-        return sent, count, None
+                return self._hidden.text(sent), index + 1, self._hidden.asked(stop)
+        return self._hidden.text(sent), count, None
 
     def _decode(self, tokens: Items[int]) -> str:
         text = self._detokenizer.push(tokens)
@@ -120,7 +127,8 @@ class Sequence:
         text, stop = self._stops.push(
             self._detokenizer.finish(), self.token_count >= self._min_tokens
         )
-        return (text, stop) if stop is not None else (text + self._stops.finish(), None)
+        rest = "" if stop is not None else self._stops.finish()
+        return self._hidden.text(text + rest), self._hidden.asked(stop)
 
     def _delta(
         self,

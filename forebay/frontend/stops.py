@@ -5,9 +5,44 @@
 A stop string may straddle any number of pieces. Text that could still turn out to be the start of one is held back, so that no
 part of a stop string is ever let through. What is cut does not depend on how the text was split: the first stop string to be
 complete wins, and of several that are complete at the same character the longest.
+
+A stop string may spell a special token, which the text does not show: see `HiddenTokens`.
 """
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
+
+_FIRST_MARK = 0xD800  # the surrogates: characters that no text has
+
+
+class HiddenTokens:
+    """Tokens that a text leaves out and stop strings spell. To the matcher each is one character
+    that no text has, which is taken out of what goes on.
+    """
+
+    def __init__(self, stops: Sequence[str], hidden: Mapping[str, int]) -> None:
+        """``hidden``: the tokens that the text leaves out, by spelling."""
+        spelled = [token for token in hidden if any(token in stop for stop in stops)]
+        marks = {token: chr(_FIRST_MARK + at) for at, token in enumerate(spelled)}
+        longest_first = sorted(spelled, key=len, reverse=True)
+        pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+        self._asked = {pattern.sub(lambda found: marks[found[0]], stop): stop for stop in stops}
+        self._asked |= {stop: stop for stop in stops}  # ordinary tokens may spell one too
+        self._marks = {hidden[token]: mark for token, mark in marks.items()}
+        self._take_out = str.maketrans("", "", "".join(marks.values()))
+        self.stops = tuple(self._asked)
+
+    def mark(self, token: int) -> str:
+        """What the matcher sees of ``token`` beside its text."""
+        return self._marks.get(token, "")
+
+    def text(self, seen: str) -> str:
+        """What a reader sees."""
+        return seen.translate(self._take_out) if self._marks else seen
+
+    def asked(self, stop: str | None) -> str | None:
+        """The stop string as the caller gave it."""
+        return None if stop is None else self._asked[stop]
 
 
 class StopMatcher:

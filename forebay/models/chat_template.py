@@ -96,7 +96,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         return _limited(super()._parse(source, name, filename))
 
-    def call(self, context: Any, callee: Any, /, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+    def call(self, context: Any, callee: Any, /, *args: Any, **kwargs: Any) -> Any:
         _tick()
         return super().call(context, callee, *args, **kwargs)
 
@@ -115,17 +115,14 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 def _limited(template: nodes.Template) -> nodes.Template:
     """Every loop looks at the clock first, and `~` looks at what it makes."""
     for loop in template.find_all(nodes.For):
-        loop.body.insert(0, _call_of(_TICK, [], loop.lineno))
+        tick = nodes.Call(nodes.Name(_TICK, "load"), [], [], None, None)
+        loop.body.insert(0, nodes.Output([tick], lineno=loop.lineno))
     for joined in list(template.find_all(nodes.Concat)):
         # In place, since nobody knows the node's parent.
-        call = nodes.Call(nodes.Name(_JOIN, "load"), joined.nodes, [], None, None)
-        joined.nodes = [call.set_lineno(joined.lineno).set_environment(joined.environment)]
-    return template.set_environment(template.environment)
-
-
-def _call_of(name: str, arguments: list[nodes.Expr], line: int) -> nodes.Output:
-    call = nodes.Call(nodes.Name(name, "load"), arguments, [], None, None)
-    return nodes.Output([call]).set_lineno(line)
+        joined.nodes = [nodes.Call(nodes.Name(_JOIN, "load"), joined.nodes, [], None, None)]
+        joined.set_lineno(joined.lineno)
+    template.set_environment(template.environment)  # type: ignore[arg-type]
+    return template
 
 
 def _tick() -> str:

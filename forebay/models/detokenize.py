@@ -13,7 +13,7 @@ The new text is `decode(ids[prefix:])` behind `decode(ids[prefix:read])`, held b
 from __future__ import annotations
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from forebay.models.tokenizer import Tokenizer
 
@@ -41,6 +41,11 @@ class IncrementalDetokenizer:
         )
         self._window: list[int] = []
         self._read = 0
+
+    @property
+    def hidden(self) -> Mapping[str, int]:
+        """The special tokens that the text leaves out, by spelling."""
+        return self._tokenizer.special_tokens if self._skip_special else {}
 
     def push(self, ids: Sequence[int]) -> str:
         """Take the next ids; returns the text that they complete, "" while a character is unfinished."""

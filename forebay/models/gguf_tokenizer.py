@@ -23,6 +23,7 @@ from tokenizers import (
 from tokenizers.models import BPE
 
 from forebay.models.byte_alphabet import byte_alphabet
+from forebay.models.end_tokens import END_TOKENS
 from forebay.models.errors import ModelError
 from forebay.models.gguf_splits import DEFAULT, SPLITS, Split
 
@@ -33,24 +34,6 @@ _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 2, 3, 4, 5, 6
 _NO_PRE_TOKENIZER = (
     "the file does not name its pre-tokenizer (tokenizer.ggml.pre); 'default' is taken, and texts "
     "may be cut into other tokens than the model was trained on; fetch a newer conversion of it"
-)
-
-# Tokens that end a turn or a text, whatever else the file says about it (llama.cpp's list, as far
-# as the architectures served here have them).
-END_TOKENS = (
-    "<|im_end|>",
-    "<|eot_id|>",
-    "<|eom_id|>",
-    "<|end_of_text|>",
-    "<|endoftext|>",
-    "<|end|>",
-    "<end_of_turn>",
-    "<end_of_utterance>",
-    "<｜end▁of▁sentence｜>",
-    "<EOT>",
-    "_<EOT>",
-    "[EOT]",
-    "</s>",
 )
 
 

@@ -20,6 +20,7 @@ from forebay.models.chat_template import (
     read_templates,
 )
 from forebay.models.control_tokens import ControlTokens
+from forebay.models.end_tokens import END_TOKENS
 from forebay.models.errors import ModelError
 
 __all__ = ["TemplateError", "Tokenizer"]
@@ -61,6 +62,7 @@ class Tokenizer:
         self.chat_templates = read_templates(self.path, settings)
         self._compiled: dict[str, ChatTemplate] = {}
         added = self._backend.get_added_tokens_decoder()
+        self.special_tokens = {token.content: i for i, token in added.items() if token.special}
         self.special_ids = frozenset(index for index, token in added.items() if token.special)
         decoder = (
             json.loads(self._backend.to_str())["decoder"]
@@ -82,6 +84,18 @@ class Tokenizer:
     @property
     def eos_id(self) -> int | None:
         return None if self.eos_token is None else self._backend.token_to_id(self.eos_token)
+
+    @property
+    def turn_end_ids(self) -> tuple[int, ...]:
+        """Special tokens that are known to end a turn and that the chat template writes. A model's
+        configuration often declares the end of a text alone.
+        """
+        templates = "".join(self.chat_templates.values())
+        return tuple(
+            index
+            for token, index in self.special_tokens.items()
+            if token in END_TOKENS and token in templates
+        )
 
     @property
     def vocab_size(self) -> int:
