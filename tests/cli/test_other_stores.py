@@ -56,14 +56,14 @@ def served(start: Start, other: Other) -> Served:  # noqa: F811
     return start(other.url)
 
 
-def test_what_one_server_stored_the_next_one_reads(
+def test_what_one_server_stored_the_next_one_reads_with_another_grid(
     served: Served,
     start: Start,  # noqa: F811
     other: Other,
 ) -> None:
     name, text = prime(served, "first")
     until(lambda: is_warm(served, name, text))
-    another = start(other.url)
+    another = start(other.url, "--pp", "1")
     assert ask(another, name) == (text, PAGES * PAGE)
     check_baseline(another)
     another.process.send_signal(signal.SIGTERM)

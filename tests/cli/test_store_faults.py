@@ -36,8 +36,8 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
     environment = os.environ | {"PYTHONUNBUFFERED": "1", "FOREBAY_CACHE_DIR": str(path / "cache")}
     started: list[Served] = []
 
-    def start(store: str) -> Served:
-        more = ["--store", store, "--fetch-threshold", "8", "--fetch-policy", "wait"]
+    def start(store: str, *options: str) -> Served:
+        more = ["--store", store, "--fetch-threshold", "8", "--fetch-policy", "wait", *options]
         command = [
             *FOREBAY,
             "serve",
