@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from forebay.models.gguf import cache_dir
+from forebay.models.cache_dir import cache_dir
 
 _LOCK = ".lock"
 

@@ -214,12 +214,14 @@ PLAN_SECONDS_BOUNDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 
 class Allocate(_Message, frozen=True):
     """All ranks have loaded: make pools of ``device_pages`` and ``host_pages`` pages (the MIN over ranks) and join the process
-    group at ``rendezvous`` (``host:port`` of rank 0's TCP store)."""
+    group at ``rendezvous`` (``host:port`` of rank 0's TCP store). ``namespace``: what all pages of the model share in a store,
+    whatever grid wrote them (`core.hashing.root_hash` without a salt)."""
 
     epoch: int
     device_pages: int
     rendezvous: str
     host_pages: int = 0
+    namespace: bytes = b""
 
 
 class Opening(msgspec.Struct, frozen=True, array_like=True):

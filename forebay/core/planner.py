@@ -13,7 +13,7 @@ A step that built a plan may be able to build another; call again until ``effect
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from forebay.core import building
 from forebay.core.admission import admit
@@ -169,6 +169,16 @@ class Planner:
             self._collect_orders()
         effects.spans = self.replica.take_spans()
         return effects
+
+    def name_model(self, fingerprint: bytes) -> None:
+        """What its pages are named by, once that is known; no request comes before."""
+        assert not self.replica.requests
+        self.config = replace(self.config, fingerprint=fingerprint)
+
+    @property
+    def namespace(self) -> bytes:
+        """What all pages of this model, KV format and page size share, whatever salts their keys."""
+        return self._root(b"")
 
     def resume(self, now: float) -> None:
         """This process stood still for a while: what ranks said meanwhile may not have been read yet, so silence proves nothing."""

@@ -1,6 +1,7 @@
 """Turn a .gguf file into a Hugging Face directory, once, in the user's cache directory.
 
-    <cache>/models/<stem>-<hash>/           complete: made by one rename, never written again
+    <cache>/models/<stem>-<hash>/           complete: made by one rename, never written again;
+                                            the hash is of the whole source and the converter's version
     <cache>/models/<stem>-<hash>.lock       flock of the converter at work; others wait for it
     <cache>/models/<stem>-<hash>.tmp-<pid>  half-made; removed by the next holder of the lock
 
@@ -11,13 +12,12 @@ there) permuted for its own rotary layout; they are put back. Qwen's are stored 
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import json
 import math
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,15 +25,16 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import platformdirs
 
+from forebay.models.cache_dir import cache_dir
+from forebay.models.content_hash import Content, FileMark, bytes_hash, check_unchanged, content_hash
 from forebay.models.errors import ModelError
 from forebay.models.gguf_parts import check_part, gguf_parts
 from forebay.models.gguf_tokenizer import build_tokenizer, end_ids
 
-CONVERTER_VERSION = 2
-_EDGE_BYTES = 64 * 1024
+CONVERTER_VERSION = 3
 _MAGIC = b"GGUF"
+_STEM_CHARS = 40  # a directory's name is bounded
 
 ROPE_FACTORS = "rope_freqs"  # no weight of the model: it goes into config.json
 _NAMES: Mapping[str, str] = {
@@ -84,16 +85,6 @@ class _Source:
     heads: int
 
 
-def cache_dir() -> Path:
-    """Where converted models are kept: FOREBAY_CACHE_DIR, else the platform's user cache directory."""
-    override = os.environ.get("FOREBAY_CACHE_DIR")
-    return (
-        Path(override)
-        if override
-        else Path(platformdirs.user_cache_dir("forebay", appauthor=False))
-    )
-
-
 def convert_gguf(file: Path) -> Path:
     """The Hugging Face directory for `file`, converted now if it was not before.
 
@@ -101,8 +92,10 @@ def convert_gguf(file: Path) -> Path:
     cannot be served, or when the cache directory cannot be written.
     """
     file = Path(file)
-    contents = hashlib.sha256("".join(map(_content_hash, gguf_parts(file))).encode()).hexdigest()
-    name = f"{file.stem}-{contents[:16]}"
+    parts = [(part, _hashed(part)) for part in gguf_parts(file)]
+    version = b"%d" % CONVERTER_VERSION
+    made_from = bytes_hash(version, *(source.hash for _, source in parts)).hex()[:32]
+    name = f"{file.stem[:_STEM_CHARS]}-{made_from}"
     target = cache_dir() / "models" / name
     if target.is_dir():
         return target
@@ -110,7 +103,7 @@ def convert_gguf(file: Path) -> Path:
         target.parent.mkdir(parents=True, exist_ok=True)
         with _locked(target.parent / f"{name}.lock"):
             if not target.is_dir():
-                _build(file, target)
+                _build(file, target, [(part, source.mark) for part, source in parts])
     except OSError as error:
         raise ModelError(
             f"{target}: cannot be written ({error}); free space or set FOREBAY_CACHE_DIR to another directory"
@@ -118,20 +111,16 @@ def convert_gguf(file: Path) -> Path:
     return target
 
 
-def _content_hash(file: Path) -> str:
-    """Names the file's contents without reading all of it: size and both edges, wherever it lies and whenever it was written."""
+def _hashed(file: Path) -> Content:
+    """Raises ModelError when it is no GGUF file, or changes while it is read."""
     try:
         with file.open("rb") as stream:
-            status = os.fstat(stream.fileno())
-            first = stream.read(_EDGE_BYTES)
-            stream.seek(max(0, status.st_size - _EDGE_BYTES))
-            last = stream.read(_EDGE_BYTES)
+            first = stream.read(len(_MAGIC))
     except OSError as error:
         raise ModelError(f"{file}: cannot be read ({error.strerror}); check the path") from None
-    if first[:4] != _MAGIC:
-        raise ModelError(f"{file}: not a GGUF file (it starts with {first[:4]!r}); check the path")
-    marks = f"{CONVERTER_VERSION}:{status.st_size}:".encode()
-    return hashlib.sha256(marks + first + last).hexdigest()
+    if first != _MAGIC:
+        raise ModelError(f"{file}: not a GGUF file (it starts with {first!r}); check the path")
+    return content_hash(file)
 
 
 @contextmanager
@@ -142,7 +131,7 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
-def _build(file: Path, target: Path) -> None:
+def _build(file: Path, target: Path, marks: Sequence[tuple[Path, FileMark]]) -> None:
     """Convert into a temporary directory and rename it. The caller holds the lock, so other temporary ones are dead."""
     for stale in target.parent.glob(f"{target.name}.tmp-*"):
         shutil.rmtree(stale, ignore_errors=True)
@@ -150,6 +139,8 @@ def _build(file: Path, target: Path) -> None:
     work.mkdir()
     try:
         _write_directory(file, work)
+        for part, mark in marks:
+            check_unchanged(part, mark)
         for path in (*work.iterdir(), work):
             _sync(path)
         os.rename(work, target)

@@ -17,12 +17,9 @@ from forebay.models.errors import ModelError
 from forebay.models.fingerprint import (
     INDEX_NAME,
     SINGLE_NAME,
-    fingerprint,
     read_index,
     weight_files,
 )
-
-__all__ = ["Checkpoint", "fingerprint", "weight_files"]
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 

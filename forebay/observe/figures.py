@@ -91,10 +91,11 @@ class StoreState(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, frozen=True, array_like=True):
-    """What goes beside a Snapshot."""
+    """What goes beside a Snapshot. ``identity_s``: the model's content hashes took so long."""
 
     figures: Figures = msgspec.field(default_factory=Figures)
     store: StoreState = StoreState()
+    identity_s: float = 0.0
 
 
 class Meter:

@@ -203,6 +203,11 @@ class _SnapshotCollector(Collector):
         )
         yield _pages({"device": snapshot.device, "host": snapshot.host})
         yield _plan_seconds(snapshot)
+        yield _gauge(
+            "forebay_identity_seconds",
+            "The model's content hashes, made beside loading or remembered",
+            self.report.identity_s,
+        )
         yield from _measured(self.report)
 
 

@@ -17,6 +17,7 @@ from typing import TypeVar
 
 import msgspec
 
+from forebay.models.content_hash import FileMark
 from forebay.settings import Settings
 
 T = TypeVar("T")
@@ -31,7 +32,7 @@ class PlannerBoot(msgspec.Struct, frozen=True):
     `ring_names`."""
 
     model_path: str
-    fingerprint: bytes
+    marks: tuple[FileMark, ...]
     dtype: str
     kv_dtype: str
     max_context: int
@@ -51,11 +52,12 @@ class WorkerBoot(msgspec.Struct, frozen=True):
 
     ``device_memory``: bytes for this rank's KV pages (0: what the device has left once the weights are loaded); ``host_memory``
     likewise for its host pages; ``kv_dtype``: a name of `models.kv_format`, or ``auto``; ``kernels``: of `models.llama.Kernels`.
-    ``store_url`` and ``store_secret``: the store below them, if any; ``staged``: its pages come by the staged route; ``namespace``:
-    what all pages there share whatever grid wrote them (`core.hashing.root_hash` without a salt). ``max_plan_tokens``: no plan has
-    more tokens. Plans come and acks go over ``plan_endpoint`` with ``plan_identity``; heartbeats, tickets and their acks go over
-    ``io_endpoint`` with ``io_identity``, on a thread of its own. ``ring_fd``: the memory of its span ring; -1: it keeps a private
-    one.
+    ``store_url`` and ``store_secret``: the store below them, if any; ``staged``: its pages come by
+    the staged route. ``marks``: of the files that it must load; empty: whatever is there.
+    ``max_plan_tokens``: no plan has more tokens. Plans come and acks go over ``plan_endpoint`` with
+    ``plan_identity``; heartbeats, tickets and their acks go over ``io_endpoint`` with
+    ``io_identity``, on a thread of its own. ``ring_fd``: the memory of its span ring; -1: it keeps
+    a private one.
     """
 
     epoch: int
@@ -82,7 +84,7 @@ class WorkerBoot(msgspec.Struct, frozen=True):
     store_url: str | None = None
     store_secret: str | None = None
     staged: bool = False
-    namespace: bytes = b""
+    marks: tuple[FileMark, ...] = ()
     ring_fd: int = -1
 
 

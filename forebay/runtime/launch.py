@@ -13,10 +13,10 @@ from pathlib import Path
 import msgspec
 
 from forebay import machine
+from forebay.models.cache_dir import cache_dir
 from forebay.models.config import ModelConfig, load_config
 from forebay.models.errors import ModelError
-from forebay.models.fingerprint import fingerprint
-from forebay.models.gguf import cache_dir
+from forebay.models.fingerprint import model_marks
 from forebay.models.resolve import ResolvedModel
 from forebay.models.shard import check_tp, split_layers
 from forebay.observe.events import Rings
@@ -85,7 +85,7 @@ def _boot(model: ResolvedModel, settings: Settings) -> PlannerBoot:
         config = load_config(model.path)
         split_layers(config.layers, settings.pp)
         check_tp(config, settings.tp)
-        identity = fingerprint(model.path)
+        marks = model_marks(model.path)
     except ModelError as error:
         raise StartError(str(error)) from error
     _make_timeline_directory(settings)
@@ -95,7 +95,7 @@ def _boot(model: ResolvedModel, settings: Settings) -> PlannerBoot:
     sizes = choose_sizes(settings, needs, machine.memory())
     return PlannerBoot(
         model_path=str(model.path),
-        fingerprint=identity,
+        marks=marks,
         dtype=dtype,
         kv_dtype=kv_dtype,
         max_context=_max_context(config, settings),

@@ -18,7 +18,7 @@ import msgspec
 import zmq
 
 from forebay import compiled
-from forebay.core.hashing import root_hash
+from forebay.core.identity import kv_namespace
 from forebay.core.messages import (
     Abort,
     FlushDone,
@@ -45,6 +45,7 @@ from forebay.runtime.boot import (
     read_boot,
     ring_names,
 )
+from forebay.runtime.identity import Identifying
 from forebay.runtime.layouts import Layout
 from forebay.runtime.ranks import END_S, Endpoints, Ranks
 from forebay.runtime.store_access import StoreDesk, StoreView
@@ -77,6 +78,7 @@ class PlannerProcess:
         config: PlannerConfig,
         store: StoreDesk | None,
         telemetry: Telemetry,
+        identifying: Identifying,
     ) -> None:
         self._boot = boot
         self._worker = worker
@@ -88,6 +90,8 @@ class PlannerProcess:
         self._io = self._router(self._endpoints.io, RANK_QUEUE_FRAMES)
         self._ranks: Ranks | None = None
         self._poller = zmq.Poller()
+        self._identifying = identifying
+        self._namespace: bytes | None = None  # until the model is identified
         self._store = store
         self._store_view = StoreView()
         self._telemetry = telemetry
@@ -143,7 +147,12 @@ class PlannerProcess:
 
     def _start_ranks(self) -> None:
         self._ranks = Ranks(
-            self._boot, self._worker, self._endpoints, self._planner.epoch, time.monotonic()
+            self._boot,
+            self._worker,
+            self._endpoints,
+            self._planner.epoch,
+            self._namespace,
+            time.monotonic(),
         )
         self._watch()
 
@@ -163,6 +172,7 @@ class PlannerProcess:
             self._plans,
             self._io,
             self._answered,
+            self._identifying.done,
             *(self._ranks.end_fds if self._ranks else ()),
         ):
             self._poller.register(source, zmq.POLLIN)
@@ -194,6 +204,7 @@ class PlannerProcess:
     def _drain(self, now: float) -> list[Event]:
         """Everything that has arrived. Deaths come last: what a rank said before it died still counts."""
         events, self._store_news = self._store_news, []
+        events += self._identify()
         for identity, frame, _ in _frames(self._frontend):
             if identity == self._boot.frontend_identity:
                 with _reported("the frontend"):
@@ -222,6 +233,25 @@ class PlannerProcess:
         if any(isinstance(event, Heartbeat) for event in events):
             events += self._news_of_store()
         return events
+
+    def _identify(self) -> list[Event]:
+        """Once: what pages are named by is known, or cannot be, and then nothing can be served."""
+        made = self._identifying
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(made.done)
+        if made.error and self._planner.state is not GridState.FAILED:
+            return [GridLost(self._planner.epoch, made.error, hopeless=True)]
+        if made.fingerprint is None or self._namespace is not None:
+            return []
+        self._planner.name_model(made.fingerprint)
+        self._namespace = self._planner.namespace
+        self._telemetry.identity_s = made.seconds
+        if self._store is not None:
+            self._store.name_model(self._namespace)
+        if self._ranks is None:
+            return []
+        lost = self._ranks.name_model(self._namespace, self._plans)
+        return [] if lost is None else [lost]
 
     def _news_of_store(self) -> list[Event]:
         """Whether planner and ranks ask it again, as far as their last words say."""
@@ -387,7 +417,6 @@ def planner_config(boot: PlannerBoot) -> PlannerConfig:
         max_running=settings.max_running,
         max_waiting=settings.max_waiting,
         prefix_first=settings.schedule is Schedule.PREFIX,
-        fingerprint=boot.fingerprint,
         kv_dtype=kv_namespace(boot.kv_dtype, boot.dtype),
         write_policy=settings.write_policy,
         has_store=settings.store != "none",
@@ -405,21 +434,11 @@ def chunk_size(settings: Settings) -> int:
     return settings.chunk_size or (CHUNK_SIZE if settings.pp == 1 else CHUNK_SIZE_OF_STAGES)
 
 
-def kv_namespace(kv_dtype: str, dtype: str) -> str:
-    """What page hashes begin with: KV that was computed in another precision is other KV, however it is kept."""
-    return kv_dtype if kv_dtype == dtype else f"{kv_dtype} of {dtype}"
-
-
-def namespace(config: PlannerConfig) -> bytes:
-    """What all stored pages of this model, KV dtype and page size share, whatever grid wrote them and whatever salts their keys."""
-    return root_hash(config.fingerprint, config.kv_dtype, config.page_size)
-
-
 def open_store_desk(boot: PlannerBoot, config: PlannerConfig, meter: Meter) -> StoreDesk:
     """The store that the settings name. Ends the process with one line if it does not answer."""
     own = Layout.of(load_config(Path(boot.model_path)), config.pp, config.tp)
     try:
-        return StoreDesk(boot.settings.store, own, namespace(config), meter)
+        return StoreDesk(boot.settings.store, own, meter)
     except StoreURLError as error:
         _log(str(error))
         raise SystemExit(2) from error
@@ -447,7 +466,7 @@ def worker_template(
         store_url=None if store is None else store.address.url,
         store_secret=None if store is None else store.address.secret,
         staged=config.staged,
-        namespace=namespace(config),
+        marks=boot.marks,
         max_plan_tokens=config.max_plan_tokens,
         max_running=settings.max_running,
         max_context=boot.max_context,
@@ -467,6 +486,7 @@ def main() -> None:
     config = planner_config(boot)
     meter = Meter()
     with unhurried_output():
+        identifying = Identifying(Path(boot.model_path), boot.marks)
         store = open_store_desk(boot, config, meter) if config.has_store else None
         PlannerProcess(
             boot,
@@ -474,6 +494,7 @@ def main() -> None:
             config,
             store,
             Telemetry(meter),
+            identifying,
         ).run()
 
 

@@ -15,6 +15,7 @@ from forebay.models.block import Block
 from forebay.models.config import ModelConfig, load_config
 from forebay.models.errors import ModelError
 from forebay.models.grammar import load_compiler
+from forebay.models.fingerprint import check_marks
 from forebay.models.kv import KVPool, page_block
 from forebay.models.kv_format import KvFormat, kv_format
 from forebay.models.llama import Kernels, Stage, load_stage
@@ -188,6 +189,7 @@ def load(boot: WorkerBoot) -> LoadedRank:
     path = Path(boot.model_path)
     if boot.dtype not in _DTYPES:
         raise ModelError(f"dtype {boot.dtype} is not supported; allowed: {', '.join(_DTYPES)}")
+    _check_files(boot)
     config = load_config(path)
     shard = shards(config, boot.pp, boot.tp)[place.stage][place.tp_rank]
     dtype = _DTYPES[boot.dtype]
@@ -202,10 +204,17 @@ def load(boot: WorkerBoot) -> LoadedRank:
         raise MemoryShortage(
             f"no memory for the weights of rank {boot.rank}; use more stages with --pp"
         ) from error
+    _check_files(boot)
     meets = place.rank == 0 and place.world > 1
     return LoadedRank(
         boot, config, shard, place, device, stage, Rendezvous(place) if meets else None
     )
+
+
+def _check_files(boot: WorkerBoot) -> None:
+    """What is loaded is what pages are named by. Raises ``ModelError``."""
+    if boot.marks:
+        check_marks(Path(boot.model_path), boot.marks)
 
 
 def _is_shortage(error: Exception) -> bool:

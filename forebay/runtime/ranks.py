@@ -1,6 +1,6 @@
 """The processes of one grid, as the planner sees them: started, joined, watched, ended.
 
-        spawn --Hello--> loading --Loaded from all--> Allocate to all --Ready from all--> GridReady
+        spawn --Hello--> loading --Loaded from all, model named--> Allocate to all --Ready from all--> GridReady
           '---------'---------'----- death, Fault, or silence ------------------------> GridLost
 
 Every rank is a child of the planner's process and ends with it. A rank's death shows at once
@@ -76,10 +76,18 @@ class Ranks:
     """All ranks of one epoch. ``take`` folds what they say into planner events."""
 
     def __init__(
-        self, boot: PlannerBoot, worker: WorkerBoot, endpoints: Endpoints, epoch: int, now: float
+        self,
+        boot: PlannerBoot,
+        worker: WorkerBoot,
+        endpoints: Endpoints,
+        epoch: int,
+        namespace: bytes | None,
+        now: float,
     ) -> None:
-        """``worker``: what all ranks are told; epoch, rank, endpoints and identities are filled in here."""
+        """``worker``: what all ranks are told; epoch, rank, endpoints and identities are filled in
+        here. ``namespace``: as in `Allocate`, None while it is not known."""
         self.epoch = epoch
+        self._namespace = namespace
         self._max_pages = -(-boot.max_context // worker.page_size) * worker.max_running
         self._tp = worker.tp
         self._ranks: list[_Rank] = []
@@ -208,9 +216,15 @@ class Ranks:
         self._ranks.clear()
         self._by_identity.clear()
 
+    def name_model(self, namespace: bytes, plans: "zmq.Socket[bytes]") -> GridLost | None:
+        """What pages are named by is known now: ranks that have loaded may go on."""
+        self._namespace = namespace
+        return self._all_loaded(plans)
+
     def _all_loaded(self, plans: "zmq.Socket[bytes]") -> GridLost | None:
+        """Once all have loaded and the model has a name."""
         loaded = [rank.loaded for rank in self._ranks]
-        if any(message is None for message in loaded):
+        if self._namespace is None or any(message is None for message in loaded):
             return None
         affordable = min(message.device_pages for message in loaded if message is not None)
         rendezvous = next(message.rendezvous for message in loaded if message is not None)
@@ -218,7 +232,11 @@ class Ranks:
             self.send(
                 encode(
                     Allocate(
-                        self.epoch, min(affordable, self._max_pages), rendezvous, self._host_pages()
+                        self.epoch,
+                        min(affordable, self._max_pages),
+                        rendezvous,
+                        self._host_pages(),
+                        self._namespace,
                     )
                 ),
                 plans,

@@ -55,22 +55,26 @@ class StoreAddress:
 class StoreDesk:
     """The planner's end: asks the store for it, off its loop. ``wake``: called on a query thread when an answer is there."""
 
-    def __init__(self, url: str, own: Layout, namespace: bytes, meter: Meter) -> None:
-        """``own``: this grid's layout; ``namespace`` as in `Manifest`.
+    def __init__(self, url: str, own: Layout, meter: Meter) -> None:
+        """``own``: this grid's layout. Call `name_model` before anything is asked.
 
         Raises ``StoreURLError`` if there is no such store or it does not answer.
         """
         self._store, self.address = _opened_first(url, meter)
         self._capabilities = self._store.capabilities
         self._own = own
-        self._manifest = Manifest(self._store, namespace, own)
+        self._of_model: Manifest | None = None
         self._threads = ThreadPoolExecutor(QUERY_THREADS, "query")
-        self._threads.submit(self._manifest.add_own, ADD_TIMEOUT_S)
         self._keeper = ThreadPoolExecutor(1, "store-keeper")
         self._look_due = 0.0
         self.answers: SimpleQueue[QueryDone] = SimpleQueue()
         self.cleared: SimpleQueue[StoreCleared] = SimpleQueue()
         self.state = StoreState(shown(url), lost=self._capabilities.lost())
+
+    def name_model(self, namespace: bytes) -> None:
+        """``namespace`` as in `Manifest`: whose pages are asked for from now on."""
+        self._of_model = Manifest(self._store, namespace, self._own)
+        self._threads.submit(self._manifest.add_own, ADD_TIMEOUT_S)
 
     def ask(self, query: Query, wake: Callable[[], None]) -> None:
         """Answer a query later; never blocks. A store that is not asked now is a miss at once: the threads may hang in calls to it."""
@@ -103,6 +107,11 @@ class StoreDesk:
         self._threads.shutdown(cancel_futures=True)
         self._keeper.shutdown(cancel_futures=True)
         self._store.close()
+
+    @property
+    def _manifest(self) -> Manifest:
+        assert self._of_model is not None, "the store is asked before the model has a name"
+        return self._of_model
 
     def _answer(self, query: Query, asked_at: float, wake: Callable[[], None]) -> None:
         """One that has waited its time out in the queue is late already, and a slow store need not be asked."""

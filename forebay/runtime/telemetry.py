@@ -13,6 +13,8 @@ class Telemetry:
 
     def __init__(self, meter: Meter) -> None:
         self.meter = meter
+        self.identity_s = 0.0
+        """How long it took to identify the model, beside loading."""
         self._of_ranks = FiguresOfRanks()
 
     def heard(self, rank: int, figures: bytes) -> None:
@@ -29,4 +31,6 @@ class Telemetry:
                 self.meter.ticket(_STEPS[span.kind], span.end - span.start)
 
     def report(self, store: StoreState) -> bytes:
-        return encode_report(Report(self._of_ranks.total(self.meter.encoded()), store))
+        return encode_report(
+            Report(self._of_ranks.total(self.meter.encoded()), store, self.identity_s)
+        )

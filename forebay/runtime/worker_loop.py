@@ -98,7 +98,7 @@ class Worker:
         if not isinstance(message, Allocate):
             raise PlanError(f"{type(message).__name__} came before Allocate")
         ready = loaded.allocate(message, self._ring, self._meter, self._saved)
-        page_io = self._open_store(loaded, ready)
+        page_io = self._open_store(loaded, ready, message.namespace)
         self._send(Ready(boot.epoch, boot.rank, ready.s_per_token))
         self._run_plans(ready.executor)
         ready.executor.settle()
@@ -119,7 +119,7 @@ class Worker:
                 PlanDone(boot.epoch, boot.rank, message.number, outcome.samples, outcome.forward_s)
             )
 
-    def _open_store(self, loaded: LoadedRank, ready: ReadyRank) -> PageIo | None:
+    def _open_store(self, loaded: LoadedRank, ready: ReadyRank, namespace: bytes) -> PageIo | None:
         """From here on the I/O thread takes the planner's orders."""
         boot = self._boot
         if boot.store_url is None:
@@ -130,7 +130,7 @@ class Worker:
         self._io.store_health = lambda: store.figures
         own = Layout.of(loaded.config, boot.pp, boot.tp)
         block = loaded.block
-        manifest = Manifest(store, boot.namespace, own)
+        manifest = Manifest(store, namespace, own)
         reader = PageReader(store, ready.host, block, own, manifest)
         is_last = ready.grid.place.is_last
         page_io = PageIo(

@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from forebay.cli.main import app
-from forebay.models.gguf import cache_dir
+from forebay.models.cache_dir import cache_dir
 from tests.frontend.tiny_text import write_random_weights, write_text_model
 
 OPTIONS = ["--page-size", "16", "--repeat", "2", "--json"]

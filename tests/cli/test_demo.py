@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from forebay.bench.scratch import scratch_directory
-from forebay.models.gguf import cache_dir
+from forebay.models.cache_dir import cache_dir
 from tests.pace import paced
 
 DEADLINE_S = paced(120.0)

@@ -10,9 +10,10 @@ import torch
 
 from forebay.models.config import load_config
 from forebay.models.errors import ModelError
+from forebay.models.fingerprint import fingerprint
 from forebay.models.llama import load_stage
 from forebay.models.shard import Shard, whole
-from forebay.models.weights import Checkpoint, fingerprint
+from forebay.models.weights import Checkpoint
 
 
 @pytest.fixture(scope="module")
