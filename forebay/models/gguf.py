@@ -27,10 +27,12 @@ import numpy as np
 import numpy.typing as npt
 
 from forebay.models.cache_dir import cache_dir
+from forebay.models.config import parse_config
 from forebay.models.content_hash import Content, FileMark, bytes_hash, check_unchanged, content_hash
 from forebay.models.errors import ModelError
 from forebay.models.gguf_parts import check_part, gguf_parts
 from forebay.models.gguf_tokenizer import build_tokenizer, end_ids
+from forebay.models.tensors import check_tensors
 
 CONVERTER_VERSION = 3
 _MAGIC = b"GGUF"
@@ -76,9 +78,11 @@ _FAMILIES: Mapping[str, _Family] = {
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """One tensor of the file: `data` as stored, `heads` > 0 when its rows are permuted by head."""
+    """One tensor of the file: `data` as stored, `heads` > 0 when its rows are permuted by head.
+    `known_as`: its name in the file."""
 
     name: str
+    known_as: str
     shape: tuple[int, ...]
     data: npt.NDArray[Any]
     kind: Any
@@ -162,7 +166,14 @@ def _write_directory(file: Path, into: Path) -> None:
     tokenizer, settings = build_tokenizer(metadata, str(file))
     factors = _rope_factors(sources, file)
     sources = [source for source in sources if not source.name.startswith(ROPE_FACTORS)]
-    _write_json(into / "config.json", _config(metadata, sources, factors, file))
+    config = _config(metadata, sources, factors, file)
+    check_tensors(
+        {source.name: source.shape for source in sources},
+        parse_config(config, {}, str(file)),
+        str(file),
+        {source.name: source.known_as for source in sources},
+    )
+    _write_json(into / "config.json", config)
     _write_json(into / "tokenizer_config.json", settings)
     tokenizer.save(str(into / "tokenizer.json"))
     try:
@@ -255,10 +266,14 @@ def _source(tensor: Any, permuted: Mapping[str, int], file: Path) -> _Source:
     shape = tuple(int(size) for size in reversed(tensor.shape))
     block = base.split(".")
     if base in _NAMES:
-        return _Source(f"{_NAMES[base]}.{suffix}", shape, tensor.data, tensor.tensor_type, 0)
+        return _Source(
+            f"{_NAMES[base]}.{suffix}", tensor.name, shape, tensor.data, tensor.tensor_type, 0
+        )
     if len(block) == 3 and block[0] == "blk" and block[2] in _LAYER_NAMES:
         name = f"model.layers.{int(block[1])}.{_LAYER_NAMES[block[2]]}.{suffix}"
-        return _Source(name, shape, tensor.data, tensor.tensor_type, permuted.get(block[2], 0))
+        return _Source(
+            name, tensor.name, shape, tensor.data, tensor.tensor_type, permuted.get(block[2], 0)
+        )
     raise ModelError(
         f"{file}: tensor {tensor.name} is no part of a plain Llama or Qwen model; use its Hugging Face directory, or another model"
     )

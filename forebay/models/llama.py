@@ -29,6 +29,7 @@ from forebay.models.native.build import NoKernels
 from forebay.models.native.engine import NativeLayers, refuse_format
 from forebay.models.rope import RopeTable
 from forebay.models.shard import Shard, check_tp
+from forebay.models.tensors import EMBEDDING, HEAD
 from forebay.models.weights import Checkpoint
 
 
@@ -157,16 +158,27 @@ class _Loader:
 
     def embedding(self) -> Tensor:
         shape = (self.config.vocab_size, self.config.hidden_size)
-        return self.files.read("model.embed_tokens.weight", shape, self.dtype).to(self.device)
+        return self.files.read(EMBEDDING, shape, self.dtype).to(self.device)
 
     def head(self, embedding: Tensor | None) -> Head:
         """The final norm and the output head; the embedding's weights when they are tied."""
         shape = (self.config.vocab_size, self.config.hidden_size)
         if self.config.tied_embeddings:
             weight = embedding if embedding is not None else self.embedding()
+            self._check_tied(weight, shape)
         else:
-            weight = self.files.read("lm_head.weight", shape, self.dtype).to(self.device)
+            weight = self.files.read(HEAD, shape, self.dtype).to(self.device)
         return Head(self.vector("model.norm.weight", self.config.hidden_size), Matrix(weight))
+
+    def _check_tied(self, embedding: Tensor, shape: tuple[int, int]) -> None:
+        """A head that is saved beside the embedding it is tied to must be the same numbers."""
+        if not self.files.has(HEAD):
+            return
+        if not torch.equal(self.files.read(HEAD, shape, self.dtype).to(self.device), embedding):
+            raise ModelError(
+                f"{self.files.path}: {HEAD} differs from {EMBEDDING}, and config.json says "
+                "tie_word_embeddings; say false there if the model has a head of its own"
+            )
 
     def layers(self) -> Iterator[LayerWeights]:
         """One after the other, so that no two are held unpacked."""

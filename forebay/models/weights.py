@@ -88,8 +88,19 @@ class Checkpoint:
                 f"{path}: tensor {name} is {tensor.dtype}; allowed: float32, bfloat16, float16; use an unquantised model"
             )
         result: Tensor = tensor.to(dtype).contiguous()
+        if not _is_finite(result):
+            raise ModelError(
+                f"{path}: tensor {name} holds NaN or infinity in {str(dtype).removeprefix('torch.')}; "
+                "fetch the model again"
+                + ("" if dtype == torch.float32 else ", or use --dtype float32")
+            )
         # A slice may alias the mapping; the copy is what lets the file be unmapped.
         return result.clone() if result.data_ptr() == tensor.data_ptr() else result
+
+    def has(self, name: str) -> bool:
+        """Whether there is such a tensor."""
+        path = self._single or self._file_of.get(name)
+        return path is not None and name in self._handle(path).keys()  # noqa: SIM118
 
     def _locate(self, name: str) -> Path:
         path = self._single or self._file_of.get(name)
@@ -114,3 +125,8 @@ class Checkpoint:
                     f"{path}: damaged or truncated ({error}); fetch the model again"
                 ) from None
         return self._open[path]
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    """One pass: the extremes of what holds a NaN are NaN."""
+    return not tensor.numel() or bool(torch.stack(torch.aminmax(tensor)).isfinite().all())

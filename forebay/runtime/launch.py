@@ -19,6 +19,7 @@ from forebay.models.errors import ModelError
 from forebay.models.fingerprint import model_marks
 from forebay.models.resolve import ResolvedModel
 from forebay.models.shard import check_tp, split_layers
+from forebay.models.tensors import check_checkpoint
 from forebay.observe.events import Rings
 from forebay.runtime.boot import PlannerBoot, frame_boot, new_endpoint, new_identity, ring_names
 from forebay.runtime.sizing import choose_sizes, needs_of, threads_per_rank
@@ -86,6 +87,7 @@ def _boot(model: ResolvedModel, settings: Settings) -> PlannerBoot:
         split_layers(config.layers, settings.pp)
         check_tp(config, settings.tp)
         marks = model_marks(model.path)
+        check_checkpoint(model.path, config)
     except ModelError as error:
         raise StartError(str(error)) from error
     _make_timeline_directory(settings)
