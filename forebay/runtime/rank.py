@@ -14,8 +14,8 @@ from forebay.core.messages import Allocate
 from forebay.models.block import Block
 from forebay.models.config import ModelConfig, load_config
 from forebay.models.errors import ModelError
-from forebay.models.grammar import load_compiler
 from forebay.models.fingerprint import check_marks
+from forebay.models.grammar import load_compiler
 from forebay.models.kv import KVPool, page_block
 from forebay.models.kv_format import KvFormat, kv_format
 from forebay.models.llama import Kernels, Stage, load_stage
