@@ -31,7 +31,8 @@ from forebay.frontend.service import Service
 async def chat_completions(service: Service, request: Request) -> Response:
     """Raises what `errors` knows an answer to."""
     with service.counting_refusals():
-        asked = parse_chat(await read_body(request, service.body_bytes_max))
+        body = await read_body(request, service.body_bytes_max)
+        asked = parse_chat(body, service.model.sampling)
         generation = await service.generate(request, asked, "chatcmpl")
     wording = _Wording(service, generation, asked)
     heartbeat_s = service.settings.stream_heartbeat_s

@@ -27,7 +27,8 @@ from forebay.frontend.service import Service
 async def completions(service: Service, request: Request) -> Response:
     """Raises what `errors` knows an answer to."""
     with service.counting_refusals():
-        asked = parse_completion(await read_body(request, service.body_bytes_max))
+        body = await read_body(request, service.body_bytes_max)
+        asked = parse_completion(body, service.model.sampling)
         generation = await service.generate(request, asked, "cmpl")
     wording = _Wording(service, generation, asked)
     heartbeat_s = service.settings.stream_heartbeat_s

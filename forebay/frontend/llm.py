@@ -115,7 +115,11 @@ class LLM:
         for parameters that cannot, and ``GenerationError`` if the engine gives up.
         """
         inputs = _as_list(prompts)
-        return self._host.call(self._host.run_all(inputs, _for_each(sampling_params, len(inputs))))
+        return self._host.call(
+            self._host.run_all(
+                inputs, _for_each(sampling_params or self.default_params, len(inputs))
+            )
+        )
 
     def chat(
         self,
@@ -132,14 +136,16 @@ class LLM:
         )
         prompts = self._host.call(self._host.render_all(conversations, add_generation_prompt))
         return self._host.call(
-            self._host.run_all(prompts, _for_each(sampling_params, len(prompts)))
+            self._host.run_all(
+                prompts, _for_each(sampling_params or self.default_params, len(prompts))
+            )
         )
 
     def stream(
         self, prompt: PromptInput, sampling_params: SamplingParams | None = None
     ) -> Generator[str, None, None]:
         """The text of one prompt piece by piece; stopping early stops the engine's work too. ``n`` must be 1."""
-        params = sampling_params or SamplingParams()
+        params = sampling_params or self.default_params
         if params.n != 1:
             raise ValueError(f"n is {params.n}; a stream has one text")
         generation = self._host.call(self._host.submit(prompt, params))
@@ -163,6 +169,12 @@ class LLM:
         Raises ``TimeoutError`` naming what still holds pages after ``timeout_s``, and ``EngineDown``.
         """
         return self._host.call(self._host.flush(tiers, timeout_s))
+
+    @property
+    def default_params(self) -> SamplingParams:
+        """What is taken where no parameters are given: the model's own recommendation, if it has one."""
+        fields: dict[str, Any] = dict(self._host.model.sampling)
+        return SamplingParams(**fields)
 
     @property
     def snapshot(self) -> Snapshot:
@@ -231,7 +243,9 @@ class _Host:
         resolved = resolve_model(self.name)
         self._planner = start_planner(resolved, self.settings)
         name = listed(self.settings.served_model_name or resolved.name)[0]
-        self.model: ServedModel = load_served_model(resolved.path, name, self._planner.max_context)
+        self.model: ServedModel = load_served_model(
+            resolved.path, name, self._planner.max_context, self.settings.generation_config
+        )
         self.encoder = PromptEncoder(
             self.model.tokenizer,
             self.model.max_context,

@@ -1,6 +1,7 @@
 """A body, once, to the checked and frozen value of what it asks for (`asked.Asked`)."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from forebay.core.sampling import MAX_LOGPROBS, SamplingParams
@@ -24,19 +25,20 @@ DEFAULT_COMPLETION_TOKENS = 16
 TEMPLATE_NAMES = frozenset({"messages", "tools", "add_generation_prompt", "continue_final_message"})
 
 T = TypeVar("T")
+_NONE: Mapping[str, float] = MappingProxyType({})
 
 
-def parse_completion(body: bytes) -> Asked:
-    """Raises ``ApiError`` (400)."""
+def parse_completion(body: bytes, defaults: Mapping[str, float] = _NONE) -> Asked:
+    """``defaults``: sampling fields of a request that does not have them. Raises ``ApiError`` (400)."""
     request = decode_body(body, CompletionRequest)
     source = _prompts(request.prompt, request.add_special_tokens is not False)
-    return _asked(request, source, DEFAULT_COMPLETION_TOKENS)
+    return _asked(request, source, DEFAULT_COMPLETION_TOKENS, defaults)
 
 
-def parse_chat(body: bytes) -> Asked:
-    """Raises ``ApiError`` (400)."""
+def parse_chat(body: bytes, defaults: Mapping[str, float] = _NONE) -> Asked:
+    """As `parse_completion`. Raises ``ApiError`` (400)."""
     request = decode_body(body, ChatRequest)
-    return _asked(request, _conversation(request), None)
+    return _asked(request, _conversation(request), None, defaults)
 
 
 def parse_tokenize(body: bytes) -> tuple[Source, str | None]:
@@ -87,11 +89,14 @@ def _conversation(request: ChatRequest | TokenizeRequest) -> Conversation:
 
 
 def _asked(
-    request: CompletionRequest | ChatRequest, source: Source, default_tokens: int | None
+    request: CompletionRequest | ChatRequest,
+    source: Source,
+    default_tokens: int | None,
+    defaults: Mapping[str, float],
 ) -> Asked:
     return Asked(
         source=source,
-        params=_sampling_params(request),
+        params=_sampling_params(request, defaults),
         model=request.model,
         default_tokens=default_tokens,
         salt=_cache_salt(request),
@@ -130,9 +135,11 @@ def _all_of(items: Sequence[object], kind: type[T]) -> list[T]:
     return found if len(found) == len(items) else []
 
 
-def _sampling_params(request: CompletionRequest | ChatRequest) -> SamplingParams:
+def _sampling_params(
+    request: CompletionRequest | ChatRequest, defaults: Mapping[str, float]
+) -> SamplingParams:
     """Raises ``ApiError`` (400) for a value out of range. ``max_tokens`` is what was asked, or None."""
-    given = {
+    given: dict[str, Any] = dict(defaults) | {
         name: _plain(value)
         for name in SamplingParams.__struct_fields__
         if name not in ("max_tokens", "logprobs", "grammar")

@@ -63,7 +63,9 @@ def serve(model: str, settings: Settings) -> int:
         bound.start()
         try:
             name = listed(settings.served_model_name or resolved.name)[0]
-            served = load_served_model(resolved.path, name, planner.max_context)
+            served = load_served_model(
+                resolved.path, name, planner.max_context, settings.generation_config
+            )
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
                 return runner.run(serve_on(socks, planner, served, settings, bound.begin))
         finally:

@@ -99,8 +99,8 @@ def load_config(path: Path) -> ModelConfig:
     where = str(path / "config.json")
     generation_path = path / "generation_config.json"
     try:
-        raw = _read_json(path / "config.json")
-        generation = _read_json(generation_path) if generation_path.exists() else {}
+        raw = read_json(path / "config.json")
+        generation = read_json(generation_path) if generation_path.exists() else {}
         return parse_config(raw, generation, where)
     except (
         AttributeError,
@@ -174,7 +174,8 @@ def parse_config(raw: Mapping[str, Any], generation: Mapping[str, Any], where: s
     )
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file of a model. Raises ModelError."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
