@@ -26,6 +26,7 @@ from forebay.models.byte_alphabet import byte_alphabet
 from forebay.models.end_tokens import END_TOKENS
 from forebay.models.errors import ModelError
 from forebay.models.gguf_splits import DEFAULT, SPLITS, Split
+from forebay.models.special_tokens import COMPLETE
 
 # Kinds of `tokenizer.ggml.token_type`; the rest is text.
 _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 2, 3, 4, 5, 6
@@ -100,6 +101,7 @@ def build_tokenizer(metadata: Mapping[str, Any], where: str) -> tuple[Tokenizer,
         "add_eos_token": bool(vocabulary.value("add_eos_token", False)),
         "chat_template": metadata.get("tokenizer.chat_template"),
         "tokenizer_class": "PreTrainedTokenizerFast",
+        COMPLETE: True,
     }
     if kind == "gpt2" and vocabulary.value("pre") is None:
         settings["warnings"] = [_NO_PRE_TOKENIZER]

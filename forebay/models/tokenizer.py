@@ -22,6 +22,7 @@ from forebay.models.chat_template import (
 from forebay.models.control_tokens import ControlTokens
 from forebay.models.end_tokens import END_TOKENS
 from forebay.models.errors import ModelError
+from forebay.models.special_tokens import SpecialTokens
 
 __all__ = ["TemplateError", "Tokenizer"]
 
@@ -53,12 +54,18 @@ class Tokenizer:
         self._backend.no_truncation()
         settings = _read_settings(self.path / "tokenizer_config.json")
         self.warnings: tuple[str, ...] = tuple(map(str, settings.get("warnings") or ()))
-        self.bos_token = _special(settings, "bos_token")
-        self.eos_token = _special(settings, "eos_token")
-        self._names = {
-            name: _special(settings, name)
-            for name in ("bos_token", "eos_token", "unk_token", "pad_token")
-        }
+        special_map = _read_settings(self.path / "special_tokens_map.json")
+        special = SpecialTokens.read(settings, special_map)
+        try:
+            special.apply(self._backend)
+        except (ValueError, TypeError, AttributeError) as error:
+            raise ModelError(
+                f"{self.path / 'tokenizer_config.json'}: its special tokens cannot be read "
+                f"({error}); fetch the model again"
+            ) from None
+        self._names = special.named()
+        self.bos_token = self._names.get("bos_token")
+        self.eos_token = self._names.get("eos_token")
         self.chat_templates = read_templates(self.path, settings)
         self._compiled: dict[str, ChatTemplate] = {}
         added = self._backend.get_added_tokens_decoder()
@@ -179,10 +186,8 @@ class Tokenizer:
         """
         template = self._template(bool(variables.get("tools")))
         values: dict[str, Any] = {
-            name: token for name, token in self._names.items() if token is not None
-        }
-        values |= variables
-        values |= {
+            **self._names,
+            **variables,
             "messages": [dict(message) for message in messages],
             "add_generation_prompt": add_generation_prompt,
         }
@@ -237,9 +242,3 @@ def _read_settings(path: Path) -> dict[str, Any]:
     if not isinstance(settings, dict):
         raise ModelError(f"{path}: expected a JSON object; fetch the model again")
     return settings
-
-
-def _special(settings: Mapping[str, Any], name: str) -> str | None:
-    """A special token, given as text or as an added-token object."""
-    value = settings.get(name)
-    return value.get("content") if isinstance(value, dict) else value

@@ -48,6 +48,37 @@ VARIANTS = {
             }
         },
     ),
+    "yarn rope with its own attention factor": (
+        "Qwen2",
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 64,
+                "attention_factor": 1.3,
+                "beta_fast": 16.0,
+                "beta_slow": 2.0,
+            }
+        },
+    ),
+    "yarn rope of the whole context": (
+        "Qwen3",
+        {
+            "head_dim": 16,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 50000.0,
+                "factor": 2.0,
+                "mscale": 0.7,
+                "mscale_all_dim": 1.0,
+            },
+        },
+    ),
+    "dynamic rope": (
+        "Llama",
+        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}},
+    ),
     "mistral": ("Mistral", {"sliding_window": None}),
     "qwen2": ("Qwen2", {}),
     "qwen3": ("Qwen3", {"head_dim": 16}),
