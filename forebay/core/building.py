@@ -268,7 +268,8 @@ def _want_oldest(replica: Replica, cache: PageCache) -> None:
         return
     node = cache.tree.oldest(DEVICE)
     path = []
-    while node is not None and node.pages[HOST] == NONE and not (cache.staging and node.stored):
+    kept = cache.residency.outlives_transfers
+    while node is not None and node.pages[HOST] == NONE and (kept or not node.stored):
         path.append(node)
         node = node.parent
     for ancestor in reversed(path):

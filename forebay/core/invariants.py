@@ -141,7 +141,7 @@ def _check_tree(cache: PageCache) -> None:
 
 
 def _check_staging(cache: PageCache) -> None:
-    if cache.staging:
+    if not cache.residency.outlives_transfers:
         assert cache.tree.oldest(Tier.HOST) is None, "I14: a host page outlives its transfer"
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from forebay.core.ledger import FetchLedger
 from forebay.core.pages import FENCED, NODE, REQUEST, TRANSFER, Owner, PagePool
+from forebay.core.residency import CACHE, Residency
 from forebay.core.tree import DEVICE, HOST, NONE, Node, PrefixTree, Tier
 
 
@@ -23,21 +24,21 @@ class Fenced:
 
 
 class PageCache:
-    """L1 and L2 of one epoch. ``retired``: the newest plan that has retired. ``staging``: host pages are there for transfers alone."""
+    """L1 and L2 of one epoch. ``retired``: the newest plan that has retired."""
 
     def __init__(
         self,
         device_pages: int,
         host_pages: int,
         retired: int,
-        staging: bool = False,
+        residency: Residency = CACHE,
         ledger: FetchLedger | None = None,
     ) -> None:
-        self.staging = staging
+        self.residency = residency
         self.ledger = ledger or FetchLedger()
         self.device = PagePool(device_pages)
         self.host = PagePool(host_pages)
-        self.tree = PrefixTree(staging, self.ledger)
+        self.tree = PrefixTree(residency, self.ledger)
         self.retired = retired
         self._fences: dict[int, list[Fenced]] = {}
 
@@ -128,7 +129,8 @@ class PageCache:
         """All ranks are done with the copy. Host residency stays closed: without its parent's host page a copy is worth nothing, unless
         it is only on its way to the store."""
         node.saving = False
-        if saved and (self.staging or node.parent is None or node.parent.pages[HOST] != NONE):
+        rooted = node.parent is None or node.parent.pages[HOST] != NONE
+        if saved and (rooted or not self.residency.follows_parent):
             self.host.to_node(page, TRANSFER)
             self.tree.place(node, HOST, page)
             self.tree.unpin((node,), HOST)
@@ -207,8 +209,8 @@ class PageCache:
         return freed
 
     def end_transfers(self) -> None:
-        """With ``staging``: let go of host pages that no transfer and no waiting request needs any more. Call after each step."""
-        if self.staging:
+        """Let go of host pages of `STAGING` that no transfer and no waiting request needs any more. Call after each step."""
+        if not self.residency.outlives_transfers:
             while (page := self.tree.evict(HOST)) is not None:
                 self.host.release(page, NODE)
 

@@ -12,6 +12,7 @@ from forebay.core.lifecycle import Cause, Phase, move
 from forebay.core.pace import Pace
 from forebay.core.page_cache import PageCache
 from forebay.core.request import Request
+from forebay.core.residency import CACHE, Residency
 from forebay.core.spans import TimedSpan
 from forebay.core.transfers.backup import BackupQueue, WritePolicy
 from forebay.core.transfers.load import LoadQueue
@@ -29,7 +30,7 @@ class PlannerConfig:
     Rule R3: a rank silent for ``silence_s``, or a plan later than ``late_base_s`` + ``late_factor`` x its prediction, ends the
     epoch; after ``max_restarts`` epochs in a row in which no plan retired the grid has failed.
     ``load_back_threshold``: fewer tokens in host memory are computed again rather than loaded. ``staged``: stored prefixes are fetched
-    stage by stage, the baseline, instead of by ticket. ``staging``: host pages only for the time of a transfer. ``hits_ahead``: hits
+    stage by stage, the baseline, instead of by ticket. ``residency``: what host pages are for. ``hits_ahead``: hits
     have a plan of their own before the next chunk's (other engines let them ride with it).
     """
 
@@ -49,7 +50,7 @@ class PlannerConfig:
     fetch_policy: FetchPolicy = FetchPolicy.TIMEOUT
     fetch_threshold: int = 256
     staged: bool = False
-    staging: bool = False
+    residency: Residency = CACHE
     hits_ahead: bool = True
     silence_s: float = 5.0
     late_base_s: float = 10.0
@@ -135,8 +136,8 @@ class Replica:
 
     def __post_init__(self) -> None:
         config = self.config
-        self.backups = BackupQueue(config.staging)
-        self.stores = StoreQueue(config.staging)
+        self.backups = BackupQueue(config.residency)
+        self.stores = StoreQueue(config.residency)
         self.tickets = Tickets(
             FetchRules(config.fetch_policy, config.page_size, config.fetch_threshold),
             (config.pp, config.tp),
@@ -172,7 +173,7 @@ class Replica:
     ) -> None:
         self.tickets.start_epoch(epoch)
         self.cache = PageCache(
-            device_pages, host_pages, self.built, self.config.staging, self.ledger
+            device_pages, host_pages, self.built, self.config.residency, self.ledger
         )
         self.digest = ZERO
         self.pace = Pace(s_per_token)

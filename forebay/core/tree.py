@@ -11,7 +11,8 @@ What eviction may take (rule R9, least recently used first by a tick, never a cl
     host page     unpinned, and no child has a host page: the host-resident nodes under a host-resident parent are a closed set
 A node without a page in either tier is deleted: there are no stubs. The resident nodes stay prefix-closed.
 
-With ``staging`` host pages are there for transfers alone: they do not let their device page go before its descendants.
+With `STAGING` residency host pages are there for transfers alone: they do not let their device
+page go before its descendants.
 """
 
 import heapq
@@ -19,6 +20,7 @@ from collections.abc import Iterator, Sequence
 from enum import IntEnum
 
 from forebay.core.ledger import FetchLedger
+from forebay.core.residency import CACHE, Residency
 
 NONE = -1
 
@@ -79,8 +81,8 @@ class Node:
 class PrefixTree:
     """Nodes by page hash, with pins and an eviction order for each tier."""
 
-    def __init__(self, staging: bool = False, ledger: FetchLedger | None = None) -> None:
-        self._staging = staging
+    def __init__(self, residency: Residency = CACHE, ledger: FetchLedger | None = None) -> None:
+        self._host_frees_device = residency.frees_device
         self._ledger = ledger or FetchLedger()
         self._nodes: dict[bytes, Node] = {}
         self._tick = 0
@@ -191,7 +193,7 @@ class PrefixTree:
                 if (
                     above is not None
                     and not above.pins[DEVICE]
-                    and (self._staging or above.pages[HOST] == NONE)
+                    and (not self._host_frees_device or above.pages[HOST] == NONE)
                 ):
                     return self._take(node, HOST)
         return None
@@ -247,5 +249,5 @@ class PrefixTree:
         if node.pages[tier] == NONE or node.pins[tier] or node.stale:
             return False
         if tier is DEVICE:
-            return not node.heirs or (node.pages[HOST] != NONE and not self._staging)
+            return not node.heirs or (node.pages[HOST] != NONE and self._host_frees_device)
         return not node.children[HOST] and (node.pages[DEVICE] != NONE or not node.heirs)

@@ -31,6 +31,7 @@ from forebay.core.messages import (
 )
 from forebay.core.planner import Effects, Event, GridLost, Planner
 from forebay.core.replica import PlannerConfig
+from forebay.core.residency import CACHE, STAGING
 from forebay.core.transfers.store import StoreEmptied, StoreWell
 from forebay.models.config import load_config
 from forebay.observe.events import Rings
@@ -425,7 +426,7 @@ def planner_config(boot: PlannerBoot) -> PlannerConfig:
         if settings.fetch_route is FetchRoute.OFF
         else settings.fetch_threshold,
         staged=settings.fetch_route is FetchRoute.STAGED,
-        staging=settings.host_mode is HostMode.STAGING,
+        residency=STAGING if settings.host_mode is HostMode.STAGING else CACHE,
     )
 
 

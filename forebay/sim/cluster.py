@@ -19,6 +19,7 @@ from typing import Annotated, Any
 import msgspec
 
 from forebay.core.replica import PlannerConfig
+from forebay.core.residency import CACHE, STAGING
 from forebay.core.transfers.backup import WritePolicy
 from forebay.core.transfers.policy import FetchPolicy
 from forebay.settings import HostMode, SettingsError, parse_size
@@ -256,7 +257,7 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
             has_store=self.store.holders > 0,
             fetch_policy=engine.fetch_policy,
             fetch_threshold=engine.fetch_threshold,
-            staging=engine.host_mode is HostMode.STAGING,
+            residency=STAGING if engine.host_mode is HostMode.STAGING else CACHE,
             hits_ahead=engine.hits_ahead,
             silence_s=math.inf,
             late_base_s=math.inf,

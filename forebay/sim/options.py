@@ -4,6 +4,7 @@ import random
 from dataclasses import dataclass
 
 from forebay.core.replica import PlannerConfig
+from forebay.core.residency import CACHE, STAGING
 from forebay.core.transfers.backup import WritePolicy
 from forebay.core.transfers.policy import FetchPolicy
 from forebay.sim.grid import Timing
@@ -117,5 +118,5 @@ def planner_config(options: Options) -> PlannerConfig:
         fetch_policy=options.fetch_policy,
         fetch_threshold=options.fetch_threshold,
         staged=options.staged,
-        staging=options.staging,
+        residency=STAGING if options.staging else CACHE,
     )

@@ -1,6 +1,7 @@
 """Host pages in staging mode, by stories: there for the time of a transfer. Pages hold 4 tokens, a plan's chunk 8."""
 
 from forebay.core.messages import Abort, Plan, PlanDone, Sample, Store, StoreDone, TransferDone
+from forebay.core.residency import STAGING
 from forebay.core.transfers.backup import WritePolicy
 from forebay.core.transfers.lookup import QueryDone
 from forebay.core.tree import Tier
@@ -16,7 +17,7 @@ from tests.core.test_tickets import (
 
 
 def staging_desk(**config: object) -> StoreDesk:
-    return store_desk(staging=True, **config)
+    return store_desk(residency=STAGING, **config)
 
 
 def save(desk: StoreDesk, plan: Plan) -> list[Store]:

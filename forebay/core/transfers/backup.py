@@ -14,6 +14,7 @@ from enum import StrEnum
 
 from forebay.core.messages import Backup, Copy, TransferDone
 from forebay.core.page_cache import PageCache
+from forebay.core.residency import Residency
 from forebay.core.transfers.transfer import Leading, Transfer, TransferBook
 from forebay.core.tree import DEVICE, HOST, NONE, Node
 
@@ -41,8 +42,8 @@ class _Saving(Transfer[Leading]):
 class BackupQueue:
     """What is to be copied to the host, and what is being copied."""
 
-    def __init__(self, staging: bool) -> None:
-        self._staging = staging
+    def __init__(self, residency: Residency) -> None:
+        self._residency = residency
         self._wanted: deque[Node] = deque()
         self._book: TransferBook[_Saving] = TransferBook("transfer")
         self._transfers = 0
@@ -53,8 +54,8 @@ class BackupQueue:
         return {transfer.number: transfer.copies for transfer in self._book}
 
     def want(self, node: Node) -> None:
-        if self._staging and (node.stored or node.storing):
-            return
+        if (node.stored or node.storing) and not self._residency.outlives_transfers:
+            return  # it would only be the way to the store
         if not (node.private or node.wanted or node.saving or node.pages[HOST] != NONE):
             node.wanted = True
             self._wanted.append(node)
@@ -114,7 +115,7 @@ class BackupQueue:
             return False
         parent = node.parent
         return (
-            self._staging
+            not self._residency.follows_parent
             or parent is None
             or parent.wanted
             or parent.saving
@@ -126,4 +127,9 @@ class BackupQueue:
         if node.stale or node.saving or node.pages[DEVICE] == NONE or node.pages[HOST] != NONE:
             return False
         parent = node.parent
-        return self._staging or parent is None or parent.saving or parent.pages[HOST] != NONE
+        return (
+            not self._residency.follows_parent
+            or parent is None
+            or parent.saving
+            or parent.pages[HOST] != NONE
+        )

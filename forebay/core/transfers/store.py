@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from forebay.core.messages import PageKey, Store, StoreDone
 from forebay.core.page_cache import PageCache
+from forebay.core.residency import Residency
 from forebay.core.transfers.transfer import Each, Transfer, TransferBook
 from forebay.core.tree import HOST, NONE, Node
 
@@ -41,8 +42,8 @@ class _Batch(Transfer[Each]):
 class StoreQueue:
     """What is to be stored, and what is being stored."""
 
-    def __init__(self, staging: bool) -> None:
-        self._staging = staging
+    def __init__(self, residency: Residency) -> None:
+        self._pins_early = not residency.outlives_transfers  # from the moment that it is wanted
         self._wanted: deque[Node] = deque()
         self._book: TransferBook[_Batch] = TransferBook("store")
         self._refused: deque[Node] = deque(maxlen=MAX_REFUSED)
@@ -63,7 +64,7 @@ class StoreQueue:
     @property
     def pinned(self) -> list[Node]:
         """Nodes whose host pages are pinned before their batch is built, for the invariants."""
-        return list(self._wanted) if self._staging else []
+        return list(self._wanted) if self._pins_early else []
 
     def want(self, cache: PageCache, node: Node) -> None:
         """``node`` has a host page."""
@@ -89,7 +90,7 @@ class StoreQueue:
             batch.fold.lose()
 
     def _queue(self, cache: PageCache, node: Node) -> None:
-        if self._staging:
+        if self._pins_early:
             cache.tree.pin(node, HOST)
         self._wanted.append(node)
 
@@ -101,7 +102,7 @@ class StoreQueue:
             if node.stale or node.pages[HOST] == NONE:
                 node.storing = False
                 continue
-            if not self._staging:
+            if not self._pins_early:
                 cache.tree.pin(node, HOST)
             nodes.append(node)
         if not nodes:
