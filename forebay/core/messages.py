@@ -28,7 +28,7 @@ import numpy.typing as npt
 
 from forebay.core.sampling import SamplingParams
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 MAX_FRAME_BYTES = 64 << 20
 MAX_REQUEST_ID_CHARS = 128
 
@@ -308,19 +308,30 @@ class PageKey(msgspec.Struct, frozen=True, array_like=True, gc=False):
     group: bytes = b""
 
 
+# Orders of the ticket channel. ``ranks``: those that an order goes to, all of them if it is empty.
+
+
 class Ticket(_Message, frozen=True):
-    """FETCH: read these pages from the store into host pages, from the front; say how far it is as batches end."""
+    """FETCH: read these pages from the store into host pages, from the front.
+
+    Say how far it is as batches end.
+    """
 
     epoch: int
     transfer: int
     pages: tuple[PageKey, ...]
+    ranks: tuple[int, ...] = ()
 
 
 class Cancel(_Message, frozen=True):
-    """Begin no new read for this ticket; a final `FetchProgress` still follows. Unknown numbers have ended already."""
+    """Begin no new read for this ticket; a final `FetchProgress` still follows.
+
+    Unknown numbers have ended already.
+    """
 
     epoch: int
     transfer: int
+    ranks: tuple[int, ...] = ()
 
 
 class Store(_Message, frozen=True):
@@ -329,27 +340,26 @@ class Store(_Message, frozen=True):
     epoch: int
     transfer: int
     pages: tuple[PageKey, ...]
+    ranks: tuple[int, ...] = ()
 
 
 class StagedTicket(_Message, frozen=True):
-    """FETCH on the staged route, to the ranks of ``stage`` alone: between two forwards, ask for this rank's parts of ``pages`` and
-    start to read what is there; say `StagedTaken` at once."""
+    """FETCH on the staged route, to one stage: between two forwards, ask for this rank's parts of
+    ``pages`` and start to read what is there; say `StagedTaken` at once."""
 
     epoch: int
     transfer: int
-    stage: int
     pages: tuple[PageKey, ...]
+    ranks: tuple[int, ...] = ()
 
 
 class StagedReturn(_Message, frozen=True):
-    """The stages behind ``stage`` have answered: between two forwards, once this rank's reads are done, say the final `FetchProgress`.
-
-    The last stage answers without being asked.
-    """
+    """The stages behind have answered: between two forwards, once this rank's reads are done, say
+    the final `FetchProgress`. The last stage answers without being asked."""
 
     epoch: int
     transfer: int
-    stage: int
+    ranks: tuple[int, ...] = ()
 
 
 class Stop(_Message, frozen=True):

@@ -27,9 +27,7 @@ from forebay.core.messages import (
     Loaded,
     PlanDone,
     Ready,
-    StagedReturn,
     StagedTaken,
-    StagedTicket,
     Stop,
     StoreDone,
     ToWorkerIo,
@@ -89,7 +87,6 @@ class Ranks:
         self.epoch = epoch
         self._namespace = namespace
         self._max_pages = -(-boot.max_context // worker.page_size) * worker.max_running
-        self._tp = worker.tp
         self._ranks: list[_Rank] = []
         self._started = False
         for rank in range(worker.pp * worker.tp):
@@ -182,16 +179,13 @@ class Ranks:
             plans.send_multipart((rank.plan_identity, frame), zmq.NOBLOCK)
 
     def order(self, order: ToWorkerIo, io: "zmq.Socket[bytes]") -> None:
-        """On the ticket channel, to every rank, or to those of its stage if it names one.
+        """On the ticket channel, to the ranks that the order names.
 
         Raises ``zmq.ZMQError`` if a rank is gone or does not drain its channel.
         """
         frame = encode(order)
-        ranks = self._ranks
-        if isinstance(order, StagedTicket | StagedReturn):
-            ranks = ranks[order.stage * self._tp : (order.stage + 1) * self._tp]
-        for rank in ranks:
-            io.send_multipart((rank.io_identity, frame), zmq.NOBLOCK)
+        for number in order.ranks or range(len(self._ranks)):
+            io.send_multipart((self._ranks[number].io_identity, frame), zmq.NOBLOCK)
 
     def end(self, reason: str, plans: "zmq.Socket[bytes]", grace_s: float) -> None:
         """End all processes: in good order if they do within ``grace_s``, else by force. Returns when none is left."""

@@ -109,10 +109,7 @@ class FakeGrid:
     def order(self, order: Order) -> None:
         """On the ticket channel: taken by the rank's I/O side, whatever its compute loop does."""
         for rank, channel in zip(self.ranks, self._orders, strict=True):
-            if (
-                isinstance(order, StagedTicket | StagedReturn)
-                and rank.rank // self._tp != order.stage
-            ):
+            if order.ranks and rank.rank not in order.ranks:
                 continue
             channel.send(
                 self._delay(),

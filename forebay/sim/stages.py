@@ -285,11 +285,12 @@ class StageGrid:
 
     def order(self, order: Order) -> None:
         """On the ticket channel: taken by each stage's I/O side, whatever its compute loop does; staged orders go to their stage."""
-        stages = (
-            [self.stages[order.stage]]
-            if isinstance(order, StagedTicket | StagedReturn)
-            else self.stages
-        )
+        # A stage's ranks act as one here, and every order is for whole stages.
+        stages = [
+            stage
+            for stage in self.stages
+            if not order.ranks or stage.index * self._acks in order.ranks
+        ]
         for stage in stages:
             stage.order_channel = max(stage.order_channel, self._heap.now + self._control_s())
             self._heap.at(stage.order_channel, lambda stage=stage: self._take(stage, order))  # type: ignore[misc]

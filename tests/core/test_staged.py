@@ -49,7 +49,7 @@ def walk(desk: StoreDesk, first: int, second: int) -> Effects:
 def test_nobody_asks_ahead_and_host_pages_are_taken_for_all_that_is_missing() -> None:
     desk = staged_desk()
     ticket = begin(desk)
-    assert (ticket.stage, len(ticket.pages)) == (0, 5)
+    assert (ticket.ranks, len(ticket.pages)) == ((0,), 5)
     assert host_in_use(desk) == 5
 
 
@@ -72,7 +72,7 @@ def test_a_stage_hears_of_it_once_the_stage_before_has_taken_it() -> None:
     ticket = begin(desk)
     assert not takes(desk, ticket, 0).orders
     (order,) = takes(desk, ticket, 1).orders
-    assert order == StagedTicket(1, ticket.transfer, 1, ticket.pages)
+    assert order == StagedTicket(1, ticket.transfer, ticket.pages, (2, 3))
     assert not takes(desk, ticket, 2).orders and not takes(desk, ticket, 3).orders
 
 
@@ -82,7 +82,7 @@ def test_the_answer_travels_back_stage_by_stage_and_only_then_the_request_runs()
     takes(desk, ticket, 0)
     takes(desk, ticket, 1)
     effects = answers(desk, ticket, 1, 5)
-    assert effects.orders == [StagedReturn(1, ticket.transfer, 0)] and effects.plan is None
+    assert effects.orders == [StagedReturn(1, ticket.transfer, (0,))] and effects.plan is None
     plan = answers(desk, ticket, 0, 4).plan
     assert plan is not None and len(plan.loads) == 4  # the MIN over ranks
 

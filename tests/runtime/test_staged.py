@@ -15,7 +15,7 @@ from forebay.core.spans import SpanKind
 from forebay.observe.events import SpanRing
 from forebay.runtime.staged import StagedRoute
 
-TICKET = StagedTicket(1, 7, 0, (PageKey(0, b"a"), PageKey(1, b"b")))
+TICKET = StagedTicket(1, 7, (PageKey(0, b"a"), PageKey(1, b"b")), (0,))
 TAKEN = StagedTaken(1, 0, 7)
 ANSWER = FetchProgress(1, 0, 7, 2, True, 4)
 
@@ -49,7 +49,7 @@ def test_the_last_stage_answers_once_its_reads_are_done() -> None:
     assert rank.said == [TAKEN, ANSWER]
 
 
-@pytest.mark.parametrize("order", [StagedReturn(1, 7, 0), Cancel(1, 7)])
+@pytest.mark.parametrize("order", [StagedReturn(1, 7, (0,)), Cancel(1, 7)])
 @pytest.mark.parametrize("read_first", [False, True])
 def test_other_stages_answer_when_those_behind_have_or_nobody_wants_it(
     order: StagedReturn | Cancel, read_first: bool

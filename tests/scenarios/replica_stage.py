@@ -33,6 +33,7 @@ from forebay.core.messages import (
 )
 from forebay.core.planner import Effects, Event, GridLost, GridReady, Planner
 from forebay.core.replica import PlannerConfig
+from forebay.core.residency import CACHE, STAGING
 from forebay.core.sampling import SamplingParams
 from forebay.core.transfers.backup import WritePolicy
 from forebay.core.transfers.lookup import QueryDone
@@ -48,7 +49,6 @@ KINDS: dict[str, Callable[[str], object]] = {
     "write_policy": WritePolicy,
     "has_store": lambda text: text == "yes",
     "staged": lambda text: text == "yes",
-    "staging": lambda text: text == "yes",
 }
 TOKEN = 9
 
@@ -84,7 +84,9 @@ class ReplicaStage:
 
     def _begin(self, named: dict[str, str]) -> list[str]:
         self._pages = (int(named.pop("pages", "32")), int(named.pop("host", "0")))
+        residency = STAGING if named.pop("staging", "no") == "yes" else CACHE
         given = {name: KINDS.get(name, int)(value) for name, value in named.items()}
+        given["residency"] = residency
         self._planner = Planner(PlannerConfig(**(DEFAULTS | given)))  # type: ignore[arg-type]
         return self._step(GridReady(1, self._pages[0], 0.001, self._pages[1]))
 

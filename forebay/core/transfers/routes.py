@@ -133,15 +133,16 @@ class StagedRoute:
         """Once its whole stage has answered, the stage before may."""
         target = self._target
         stage = rank // target.tp
-        if not stage or left & self._ranks(stage):
+        if not stage or not left.isdisjoint(self._ranks(stage)):
             return None
-        return StagedReturn(target.epoch, target.transfer, stage - 1)
+        return StagedReturn(target.epoch, target.transfer, self._ranks(stage - 1))
 
     def _advance(self) -> StagedTicket:
-        self._stage += 1
-        self._waits_for = self._ranks(self._stage)
         target = self._target
-        return StagedTicket(target.epoch, target.transfer, self._stage, target.pages)
+        self._stage += 1
+        ranks = self._ranks(self._stage)
+        self._waits_for = set(ranks)
+        return StagedTicket(target.epoch, target.transfer, target.pages, ranks)
 
-    def _ranks(self, stage: int) -> set[int]:
-        return set(range(stage * self._target.tp, (stage + 1) * self._target.tp))
+    def _ranks(self, stage: int) -> tuple[int, ...]:
+        return tuple(range(stage * self._target.tp, (stage + 1) * self._target.tp))
