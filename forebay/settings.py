@@ -45,6 +45,20 @@ class DType(StrEnum):
     BFLOAT16 = "bfloat16"
 
 
+class ToolCallParserName(StrEnum):
+    AUTO = "auto"
+    HERMES = "hermes"
+    LLAMA3 = "llama3"
+    MISTRAL = "mistral"
+    JSON = "json"
+
+
+class ReasoningParserName(StrEnum):
+    AUTO = "auto"
+    NONE = "none"
+    THINK = "think"
+
+
 class Kernels(StrEnum):
     AUTO = "auto"
     NATIVE = "native"
@@ -166,6 +180,17 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         int,
         Setting("a stream that is silent this long gets a comment line; 0 = never", "s", 0, 3600),
     ] = 0
+    tool_call_parser: Annotated[
+        ToolCallParserName,
+        Setting("how the model writes tool calls; auto: as its chat template or vocabulary says"),
+    ] = ToolCallParserName.AUTO
+    reasoning_parser: Annotated[
+        ReasoningParserName,
+        Setting("think: <think> parts are reasoning_content; auto: where the model knows them"),
+    ] = ReasoningParserName.AUTO
+    grammar_timeout_s: Annotated[
+        int, Setting("a schema or regex that takes longer to compile is refused", "s", 1, 60)
+    ] = 2
     strict_max_tokens: Annotated[
         bool, Setting("max_tokens beyond what fits are an error (400), not cut")
     ] = False

@@ -6,10 +6,10 @@ LLM.generate() --'
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import Enum, auto
+from enum import Enum, StrEnum, auto
 from typing import Any
 
-from forebay.core.sampling import SamplingParams
+from forebay.core.sampling import Grammar, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +41,23 @@ class TokenLists:
 Source = Conversation | Texts | TokenLists
 
 
+class ToolChoice(StrEnum):
+    NONE = "none"
+    AUTO = "auto"
+    REQUIRED = "required"
+
+
+@dataclass(frozen=True, slots=True)
+class Tools:
+    """``functions`` in OpenAI's form, at least one. ``forced``: the one that must be called; then
+    ``choice`` is REQUIRED. ``parallel``: an answer may have several calls."""
+
+    functions: tuple[Mapping[str, Any], ...]
+    choice: ToolChoice
+    forced: str | None
+    parallel: bool
+
+
 class UsageWish(Enum):
     """In which chunks of a stream the token counts come."""
 
@@ -54,6 +71,7 @@ class Asked:
     """``params.max_tokens`` is what was asked, None where nothing was; then ``default_tokens`` counts, and what fits without it.
 
     ``model``: the name that was asked for, None for whatever is there. ``streamed``, ``usage``: how the answer goes out.
+    ``form``: what an answer that is no call must be.
     """
 
     source: Source
@@ -65,3 +83,5 @@ class Asked:
     priority: int = 0
     streamed: bool = False
     usage: UsageWish = UsageWish.NONE
+    tools: Tools | None = None
+    form: Grammar | None = None

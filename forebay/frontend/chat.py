@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from msgspec import UNSET, UnsetType
 from starlette.requests import Request
@@ -19,9 +20,10 @@ from forebay.frontend.responses import (
     ChatChunkChoice,
     ChatDelta,
     ChatLogprobs,
-    ChatMessage,
     UsageBody,
+    chat_delta,
     chat_logprobs,
+    chat_message,
     usage_body,
 )
 from forebay.frontend.sequence import Delta, Position
@@ -49,18 +51,25 @@ class _Wording:
         self._usage = asked.usage
         self._created = int(time.time())
         self._model = asked.model or service.model.name
+        (prompt,) = generation.work.prompts
+        self._readers = [
+            service.dialect.reader(replace(asked, params=generation.work.params), prompt.text)
+            for _ in generation.sequences
+        ]
 
     async def whole(self) -> Chat:
-        choices = [
-            ChatChoice(
-                index,
-                ChatMessage(result.text),
-                self._logprobs(result.positions),
-                result.finish,
-                result.stop_reason,
+        choices = []
+        for index, result in enumerate(await collect(self._generation)):
+            part = self._readers[index].read(Delta(result.text, finish=result.finish))
+            choices.append(
+                ChatChoice(
+                    index,
+                    chat_message(part.pieces),
+                    self._logprobs(result.positions),
+                    part.finish,
+                    result.stop_reason,
+                )
             )
-            for index, result in enumerate(await collect(self._generation))
-        ]
         request_id = self._generation.work.request_id
         return Chat(request_id, self._created, self._model, choices, usage_body(self._generation))
 
@@ -69,15 +78,17 @@ class _Wording:
             yield self._chunk(ChatChunkChoice(index, ChatDelta(role="assistant", content="")))
 
     def delta(self, index: int, delta: Delta) -> Iterable[ChatChunk]:
-        if delta.text or delta.positions:
+        part = self._readers[index].read(delta)
+        deltas = [chat_delta(piece) for piece in part.pieces]
+        if delta.positions and not deltas:
+            deltas = [ChatDelta(content="")]
+        positions = delta.positions
+        for said in deltas:
+            yield self._chunk(ChatChunkChoice(index, said, self._logprobs(positions)))
+            positions = ()
+        if part.finish is not None:
             yield self._chunk(
-                ChatChunkChoice(
-                    index, ChatDelta(content=delta.text), self._logprobs(delta.positions)
-                )
-            )
-        if delta.finish is not None:
-            yield self._chunk(
-                ChatChunkChoice(index, ChatDelta(), None, delta.finish, delta.stop_reason)
+                ChatChunkChoice(index, ChatDelta(), None, part.finish, delta.stop_reason)
             )
 
     def closing(self) -> Iterable[ChatChunk]:

@@ -71,6 +71,8 @@ def as_api_error(error: RequestError | EngineDown | GenerationError) -> ApiError
             return ApiError(400, str(error), error.field, "invalid_value")
         case GenerationError(reason=FinishReason.REJECTED_TOO_LONG):
             return ApiError(400, str(error), "prompt", "context_length_exceeded")
+        case GenerationError(reason=FinishReason.GRAMMAR):
+            return ApiError(400, str(error), "response_format", "grammar_failed")
         case GenerationError(reason=FinishReason.REJECTED_FULL):
             return ApiError(
                 429, str(error), code="queue_full", headers={"Retry-After": RETRY_AFTER_S}

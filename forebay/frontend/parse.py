@@ -9,6 +9,7 @@ from forebay.frontend.asked import Asked, Conversation, Source, Texts, TokenList
 from forebay.frontend.errors import ApiError
 from forebay.frontend.limits import MAX_PROMPTS
 from forebay.frontend.messages import template_messages
+from forebay.frontend.parse_tools import parse_form, parse_tools
 from forebay.frontend.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -104,6 +105,8 @@ def _asked(
         priority=_priority(request),
         streamed=bool(request.stream),
         usage=_usage_wish(request),
+        tools=parse_tools(request) if isinstance(request, ChatRequest) else None,
+        form=parse_form(request),
     )
 
 

@@ -7,6 +7,7 @@ tokenizer's core releases the GIL (its batch calls do, the single ones do not).
 
 import asyncio
 import functools
+import json
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -118,6 +119,7 @@ class PromptEncoder:
     async def from_conversation(self, talk: Conversation) -> Prompt:
         """Raises ``PromptError``, and whatever the chat template raises (`models.tokenizer.TemplateError`, `ModelError`)."""
         chars = sum(len(message["content"]) + MESSAGE_CHARS for message in talk.messages)
+        chars += len(json.dumps(talk.variables.get("tools", [])))
         self._check_chars(chars, "messages")
 
         def encode(deadline_s: float) -> tuple[str, list[int]]:

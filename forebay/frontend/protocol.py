@@ -47,15 +47,11 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "include_stop_str_in_output": (False,),
     "length_penalty": (1, 1.0),
     "modalities": ([], ["text"]),
-    "parallel_tool_calls": (True, False),  # says something about tools, and there are none
     "prediction": (),
-    "response_format": ({"type": "text"},),
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
     "spaces_between_special_tokens": (True, False),
     "suffix": ("",),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
     "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
     "web_search_options": (),
@@ -81,6 +77,21 @@ class StreamOptions(_Strict, kw_only=True):
     include_obfuscation: bool | None = None
 
 
+class JsonSchemaFormat(_Strict, kw_only=True):
+    """The schema is kept to with and without ``strict``; ``name`` and ``description`` are labels."""
+
+    name: str | None = None
+    description: str | None = None
+    schema: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(_Strict, kw_only=True):
+    type: str
+    json_schema: JsonSchemaFormat | None = None
+    regex: str | None = None
+
+
 class _Taken(_Strict, kw_only=True):
     """Hints, and fields that only their neutral values may be given, of both endpoints."""
 
@@ -96,7 +107,6 @@ class _Taken(_Strict, kw_only=True):
     prompt_cache_options: msgspec.Raw = _NULL
     prompt_cache_retention: msgspec.Raw = _NULL
     request_id: msgspec.Raw = _NULL
-    response_format: msgspec.Raw = _NULL
     return_token_ids: msgspec.Raw = _NULL
     return_tokens_as_token_ids: msgspec.Raw = _NULL
     safety_identifier: msgspec.Raw = _NULL
@@ -127,6 +137,7 @@ class _Sampling(_Taken, kw_only=True):
     presence_penalty: float | None = None
     priority: Whole | None = None
     repetition_penalty: float | None = None
+    response_format: ResponseFormat | None = None
     seed: Whole | None = None
     skip_special_tokens: bool | None = None
     stop: str | list[str] | None = None
@@ -156,6 +167,21 @@ class Part(_Strict, kw_only=True):
     file: msgspec.Raw = _NULL
     image_url: msgspec.Raw = _NULL
     input_audio: msgspec.Raw = _NULL
+
+
+class ToolFunction(_Strict, kw_only=True):
+    """``strict`` is how calls that are enforced are made anyway."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(_Strict, kw_only=True):
+    type: str = "function"
+    function: ToolFunction | None = None
+    cache_control: msgspec.Raw = _NULL
 
 
 class Function(msgspec.Struct, kw_only=True):
@@ -196,16 +222,16 @@ class ChatRequest(_Sampling, kw_only=True):
     add_special_tokens: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     continue_final_message: bool | None = None
+    parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    tools: list[Tool] | None = None
     audio: msgspec.Raw = _NULL
     function_call: msgspec.Raw = _NULL
     functions: msgspec.Raw = _NULL
     include_reasoning: msgspec.Raw = _NULL
     modalities: msgspec.Raw = _NULL
-    parallel_tool_calls: msgspec.Raw = _NULL
     prediction: msgspec.Raw = _NULL
-    tool_choice: msgspec.Raw = _NULL
-    tools: msgspec.Raw = _NULL
     web_search_options: msgspec.Raw = _NULL
 
 

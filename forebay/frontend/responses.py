@@ -1,5 +1,6 @@
 """Bodies that the API gives back, as OpenAI's clients read them. `null` stands where OpenAI has it."""
 
+import secrets
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -7,6 +8,7 @@ import msgspec
 
 from forebay.frontend.generation import Generation
 from forebay.frontend.sequence import Position
+from forebay.frontend.tools import CallArguments, CallStart, Content, Piece, Reasoning
 
 Spell = Callable[[int], str]
 
@@ -69,10 +71,28 @@ class ChatLogprobs(msgspec.Struct):
     refusal: None = None
 
 
+class CallFunction(msgspec.Struct, omit_defaults=True):
+    """In a stream the name comes once, with the call's first chunk."""
+
+    arguments: str
+    name: str | None = None
+
+
+class Call(msgspec.Struct, omit_defaults=True):
+    """``index`` only in a stream; ``id`` and ``type`` with a call's first chunk."""
+
+    function: CallFunction
+    id: str | None = None
+    type: str | None = None
+    index: int | None = None
+
+
 class ChatMessage(msgspec.Struct):
-    content: str
+    content: str | None
     role: str = "assistant"
     refusal: None = None
+    tool_calls: list[Call] | msgspec.UnsetType = msgspec.UNSET
+    reasoning_content: str | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatChoice(msgspec.Struct):
@@ -86,6 +106,8 @@ class ChatChoice(msgspec.Struct):
 class ChatDelta(msgspec.Struct, omit_defaults=True):
     role: str | None = None
     content: str | None = None
+    tool_calls: list[Call] | None = None
+    reasoning_content: str | None = None
 
 
 class ChatChunkChoice(msgspec.Struct):
@@ -120,6 +142,44 @@ def usage_body(generation: Generation) -> UsageBody:
     prompt, completion = generation.prompt_tokens, generation.completion_tokens
     details = PromptDetails(device + host + store, device, host, store)
     return UsageBody(prompt, completion, prompt + completion, details)
+
+
+def chat_message(pieces: Sequence[Piece]) -> ChatMessage:
+    """A whole message. Its content is null where there are calls and nothing else was said."""
+    content, reasoning = "", ""
+    calls: list[Call] = []
+    for piece in pieces:
+        match piece:
+            case Content(text):
+                content += text
+            case Reasoning(text):
+                reasoning += text
+            case CallStart(_, name):
+                calls.append(Call(CallFunction("", name), call_id(), "function"))
+            case CallArguments(index, text):
+                calls[index].function.arguments += text
+    return ChatMessage(
+        None if calls and not content else content,
+        tool_calls=calls or msgspec.UNSET,
+        reasoning_content=reasoning or msgspec.UNSET,
+    )
+
+
+def chat_delta(piece: Piece) -> ChatDelta:
+    match piece:
+        case Content(text):
+            return ChatDelta(content=text)
+        case Reasoning(text):
+            return ChatDelta(reasoning_content=text)
+        case CallStart(index, name):
+            start = Call(CallFunction("", name), call_id(), "function", index)
+            return ChatDelta(tool_calls=[start])
+        case CallArguments(index, text):
+            return ChatDelta(tool_calls=[Call(CallFunction(text), index=index)])
+
+
+def call_id() -> str:
+    return f"call_{secrets.token_hex(12)}"
 
 
 def completion_logprobs(positions: Sequence[Position], spell: Spell) -> CompletionLogprobs:
