@@ -21,7 +21,9 @@ from forebay.settings import ReasoningParserName, Settings
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """``template``: the chat template's text. ``special_id``: the id of a marker that is a special token."""
+    """``template``: the chat template's text. ``special_id``: the id of a marker that is a special
+    token.
+    """
 
     format: ToolFormat
     reasons: bool
@@ -29,7 +31,9 @@ class Dialect:
     special_id: Callable[[str], int | None]
 
     def told(self, asked: Asked) -> Asked:
-        """With the tools in the conversation, and markers kept in the text where calls are read from it."""
+        """With the tools in the conversation, and markers kept in the text where calls are read
+        from it.
+        """
         source, tools = asked.source, asked.tools
         if not isinstance(source, Conversation):
             return asked

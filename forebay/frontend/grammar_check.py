@@ -1,9 +1,11 @@
 """Says whether a grammar compiles, before anything is queued, and never holds up the event loop.
 
     check(grammar) --known?--> answer
-                   '--one at a time--> child process (`grammar_child`), ended where it takes too long
+                   '--one at a time--> child process (`grammar_child`), ended where it takes too
+                   long
 
-The child starts with the first grammar and lives on; one that was ended, or died for want of memory, is replaced.
+The child starts with the first grammar and lives on; one that was ended, or died for want of
+memory, is replaced.
 """
 
 import asyncio

@@ -3,7 +3,8 @@
     stdin: one JSON line (model directory, vocabulary, limit), then one line for each grammar
     stdout: one JSON line for each grammar, what is wrong with it or ""
 
-It loads no torch. Its memory is bounded (``RLIMIT_AS``): a grammar that needs more ends it, and its parent says so.
+It loads no torch. Its memory is bounded (``RLIMIT_AS``): a grammar that needs more ends it, and its
+parent says so.
 """
 
 import ctypes

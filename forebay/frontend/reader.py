@@ -3,8 +3,9 @@
     Delta.text --> reasoning --> tool calls --> pieces
     Delta.finish ------------------------------> finish_reason
 
-The one rule of finish reasons, streamed or not, whatever `tool_choice` said: ``length`` if the text was cut at its limit,
-else ``tool_calls`` if there are calls and all of them are whole, else ``stop``.
+The one rule of finish reasons, streamed or not, whatever `tool_choice` said: ``length`` if the text
+was cut at its limit, else ``tool_calls`` if there are calls and all of them are whole, else
+``stop``.
 """
 
 from collections.abc import Callable

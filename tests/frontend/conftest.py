@@ -27,7 +27,11 @@ def text_model(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
 def start_server(text_model: ServedModel) -> Iterator[Callable[..., Server]]:
     started: list[Server] = []
 
-    def start(settings: Settings | None = None, planner: FakePlanner | None = None) -> Server:
+    def start(
+        settings: Settings | None = None,
+        planner: FakePlanner | None = None,
+        model: ServedModel = text_model,
+    ) -> Server:
         socks = listen_all("127.0.0.1", 0)
         port = socks[0].getsockname()[1]
         planner = planner or FakePlanner(says("hello"), CONTEXT)
@@ -36,9 +40,7 @@ def start_server(text_model: ServedModel) -> Iterator[Callable[..., Server]]:
         def run() -> None:
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
                 status.append(
-                    runner.run(
-                        serve_on(socks, planner, text_model, settings or Settings(store="none"))
-                    )
+                    runner.run(serve_on(socks, planner, model, settings or Settings(store="none")))
                 )
 
         thread = threading.Thread(target=run)

@@ -178,7 +178,7 @@ def test_a_value_out_of_range_is_named(server: Server, field: str, value: object
     [
         ("tools", [{"type": "function"}]),
         ("tool_choice", "required"),
-        ("response_format", {"type": "json_object"}),
+        ("response_format", {"type": "xml"}),
         ("functions", [{}]),
         ("best_of", 2),
         ("audio", {"voice": "x"}),

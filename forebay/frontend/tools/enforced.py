@@ -23,10 +23,11 @@ def calls_grammar(
     special_id: Callable[[str], int | None],
     answer: Grammar | None = None,
 ) -> Grammar:
-    """Calls of ``tools`` (functions in OpenAI's form), more than one if ``several``; or ``answer``, where that is given.
+    """Calls of ``tools`` (functions in OpenAI's form), more than one if ``several``; or ``answer``,
+    where that is given.
 
-    ``special_id``: the id of a marker that is a special token, whose text no other tokens can make. Raises ``ValueError``
-    where the grammar is too long.
+    ``special_id``: the id of a marker that is a special token, whose text no other tokens can make.
+    Raises ``ValueError`` where the grammar is too long.
     """
 
     def marker(text: str) -> str:

@@ -1,4 +1,6 @@
-"""Tools and calls in a conversation whose chat template knows nothing of them: as text, in the model's format."""
+"""Tools and calls in a conversation whose chat template knows nothing of them: as text, in the
+model's format.
+"""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -12,7 +14,9 @@ Message = Mapping[str, Any]
 def written_out(
     messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], format: ToolFormat
 ) -> tuple[Message, ...]:
-    """``messages`` with ``tools`` told in the system message, and the calls of old messages as text."""
+    """``messages`` with ``tools`` told in the system message, and the calls of old messages as
+    text.
+    """
     plain = [_plain(message, format) for message in messages]
     if tools:
         told = _told(tools, format)
