@@ -1,12 +1,15 @@
 """Faults as they strike: armed at their time, struck at the first turn at which the replica is at what they wait for."""
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Protocol
 
 import msgspec
 
 from forebay.core.messages import GridState
-from forebay.sim.fake_store import Outcome, Spell
+from forebay.core.planner import Event, Planner
+from forebay.sim.coverage import Cell
+from forebay.sim.fake_store import FakeStore, Outcome, Spell
 from forebay.sim.faults import (
     COSTS_A_GRID,
     Activity,
@@ -17,9 +20,9 @@ from forebay.sim.faults import (
     activities,
     point_of,
 )
-
-if TYPE_CHECKING:
-    from forebay.sim.history import History
+from forebay.sim.grid import Acknowledgement, FakeGrid
+from forebay.sim.heap import EventHeap
+from forebay.sim.options import Options
 
 SLOWNESS = 30.0
 BURST_REQUESTS = 8
@@ -35,10 +38,50 @@ SPELLS = {
 }
 
 
+class Tally(Protocol):
+    """What a history reports of its faults."""
+
+    faults: int
+    met: Counter[Cell]
+
+
+class Victim(Protocol):
+    """What faults strike: a history (`sim.history`), as far as they touch it."""
+
+    planner: Planner
+    options: Options
+    heap: EventHeap
+    store: FakeStore
+    grid: FakeGrid | None
+    inbox: list[Event]
+    newest: Acknowledgement | None
+    pages: int
+    poison: dict[str, Poison]
+    poisonous_pages: dict[bytes, Poison]
+    failing_starts: int
+    may_restart: bool
+    stands_until: float
+
+    @property
+    def report(self) -> Tally: ...
+
+    @property
+    def recent(self) -> Mapping[type, list[Acknowledgement]]: ...
+
+    @property
+    def is_flushing(self) -> bool: ...
+
+    def submit(self, request_id: str, max_tokens: int | None = None) -> None: ...
+
+    def abort(self, request_id: str) -> None: ...
+
+    def lose(self, grid: FakeGrid, reason: str, *, faulted: bool = False) -> None: ...
+
+
 class Injector:
     """The faults of one history."""
 
-    def __init__(self, history: "History") -> None:
+    def __init__(self, history: Victim) -> None:
         self._history = history
         self._armed: list[Fault] = []
         self._bursts = 0
