@@ -17,7 +17,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-import platformdirs
+from forebay.cache import NoCache, cache_directory
 
 FLAGS = (
     "-std=gnu11",
@@ -125,9 +125,11 @@ class Sources:
 
 
 def _cache() -> Path:
-    """In the cache directory, as converted models are (FOREBAY_CACHE_DIR)."""
-    override = os.environ.get("FOREBAY_CACHE_DIR")
-    return Path(override or platformdirs.user_cache_dir("forebay", appauthor=False)) / "native"
+    """In the cache directory, as converted models are. Raises `NotCompiled`."""
+    try:
+        return cache_directory() / "native"
+    except NoCache as error:
+        raise NotCompiled(str(error)) from error
 
 
 def _compiler() -> list[str]:

@@ -342,6 +342,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             "directory for all processes' spans when the server ends, and for flight records; made if it is not there"
         ),
     ] = None
+    # No setting: which settings somebody gave. What nobody asked for may be done without.
+    given: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -384,6 +386,8 @@ def fields() -> list[Field]:
     hints = typing.get_type_hints(Settings, include_extras=True)
     found = []
     for info in msgspec.structs.fields(Settings):
+        if info.name == "given":
+            continue
         base, setting = typing.get_args(hints[info.name])
         found.append(Field(info.name, base, info.default, setting))
     return found
@@ -429,7 +433,8 @@ def resolve(
             given[field.name] = (field.flag, value)
     by_name = {field.name: field for field in fields()}
     settings = Settings(
-        **{name: _convert(by_name[name], where, value) for name, (where, value) in given.items()}
+        **{name: _convert(by_name[name], where, value) for name, (where, value) in given.items()},
+        given=frozenset(given),
     )
     if settings.host_mode is HostMode.STAGING and settings.store == "none":
         raise SettingsError(

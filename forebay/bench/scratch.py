@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from forebay.models.cache_dir import cache_dir
+from forebay.cache import cache_directory
 
 _LOCK = ".lock"
 
@@ -18,7 +18,7 @@ _LOCK = ".lock"
 @contextlib.contextmanager
 def scratch_directory(purpose: str) -> Iterator[Path]:
     """A fresh directory, removed at the end. Raises ``OSError`` if none can be made."""
-    root = cache_dir() / "scratch"
+    root = cache_directory() / "scratch"
     root.mkdir(parents=True, exist_ok=True)
     with _held(root / _LOCK):  # so that a sweep never meets a directory that has no lock yet
         sweep(root)

@@ -381,7 +381,8 @@ class Hello(_Message, frozen=True):
 
 
 class Loaded(_Message, frozen=True):
-    """Weights are in memory; ``device_pages`` and ``host_pages`` are what this rank can afford. ``rendezvous``: of rank 0 alone."""
+    """Weights are in memory; ``device_pages`` and ``host_pages`` are what this rank can afford. ``rendezvous``: of rank 0 alone.
+    ``without``: what this rank does without, which nobody asked for; in words, or empty."""
 
     epoch: int
     rank: int
@@ -389,6 +390,7 @@ class Loaded(_Message, frozen=True):
     weight_bytes: int
     rendezvous: str = ""
     host_pages: int = 0
+    without: str = ""
 
 
 class Ready(_Message, frozen=True):

@@ -39,6 +39,7 @@ async def health(service: Service, _: Request) -> Response:
             "state": snapshot.state,
             "detail": snapshot.detail,
             "store": {**_store(snapshot.store), "lost": engine.report.store.lost},
+            "without": engine.report.without,
         }
     )
 
@@ -121,7 +122,7 @@ async def flush(service: Service, request: Request) -> Response:
     """
     body = await read_body(request, service.body_bytes_max)
     asked = decode_body(body or b"{}", FlushRequest)
-    there = [tier for tier in _TIERS if tier != "store" or service.settings.store != "none"]
+    there = [tier for tier in _TIERS if tier != "store" or has_store(service)]
     for tier in asked.tiers:
         if tier not in there:
             why = "; this server has no --store" if tier in _TIERS else ""
@@ -175,6 +176,13 @@ def _use(tier: TierUse) -> dict[str, int]:
 
 def _store(health: StoreHealth) -> dict[str, object]:
     return {name: getattr(health, name) for name in StoreHealth.__struct_fields__}
+
+
+def has_store(service: Service) -> bool:
+    """Also one that the server was to have may have turned out to be nowhere (`Report.without`)."""
+    snapshot = service.engine.snapshot
+    there = snapshot is None or snapshot.store.state != "none"
+    return service.settings.store != "none" and there
 
 
 def _store_use(store: StoreState) -> dict[str, object]:

@@ -244,6 +244,8 @@ class _EndBound(threading.Thread):
 
 
 def _save_incident(planner: Planner, reason: str) -> None:
+    if planner.flight_dir is None:  # said at the start
+        return
     try:
         path = save_incident(planner.rings, planner.flight_dir, "planner", reason)
     except OSError as error:

@@ -23,7 +23,7 @@ from typing import BinaryIO
 import msgspec
 from blake3 import blake3
 
-from forebay.models.cache_dir import cache_dir
+from forebay.cache import NoCache, cache_directory
 from forebay.models.errors import ModelError
 
 HASH_BYTES = 32
@@ -131,7 +131,7 @@ def _digest(stream: BinaryIO) -> tuple[bytes, int]:
 
 
 def _record_path(mark: FileMark) -> Path:
-    return cache_dir() / "hashes" / f"{mark.device:x}-{mark.inode:x}"
+    return cache_directory() / "hashes" / f"{mark.device:x}-{mark.inode:x}"
 
 
 def _recall(mark: FileMark) -> bytes | None:
@@ -146,8 +146,8 @@ def _recall(mark: FileMark) -> bytes | None:
 
 def _remember(mark: FileMark, digest: bytes) -> None:
     """By one rename, so a reader finds a whole record or none. Without a place for it, nothing."""
-    path = _record_path(mark)
     try:
+        path = _record_path(mark)
         path.parent.mkdir(parents=True, exist_ok=True)
         for left in path.parent.glob(f"{path.name}.*"):  # of a process that was killed
             left.unlink(missing_ok=True)
@@ -163,13 +163,18 @@ def _remember(mark: FileMark, digest: bytes) -> None:
             with contextlib.suppress(OSError):
                 os.unlink(file.name)
             raise
+    except NoCache as error:
+        _say_not_kept(str(error))
     except OSError as error:
-        print(
-            f"forebay: {path.parent}: content hashes cannot be kept ({error.strerror}); they are "
-            "made again at each start; FOREBAY_CACHE_DIR names another place",
-            file=sys.stderr,
-            flush=True,
-        )
+        _say_not_kept(f"{path.parent}: {error.strerror}; FOREBAY_CACHE_DIR names another place")
+
+
+def _say_not_kept(why: str) -> None:
+    print(
+        f"forebay: content hashes cannot be kept, and are made again at each start ({why})",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 def _settled_after_ns(device: int) -> int:

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from forebay.models.cache_dir import cache_dir
+from forebay.cache import NoCache, cache_directory
 from forebay.models.config import parse_config
 from forebay.models.content_hash import Content, FileMark, bytes_hash, check_unchanged, content_hash
 from forebay.models.errors import ModelError
@@ -100,7 +100,12 @@ def convert_gguf(file: Path) -> Path:
     version = b"%d" % CONVERTER_VERSION
     made_from = bytes_hash(version, *(source.hash for _, source in parts)).hex()[:32]
     name = f"{file.stem[:_STEM_CHARS]}-{made_from}"
-    target = cache_dir() / "models" / name
+    try:
+        target = cache_directory() / "models" / name
+    except NoCache as error:
+        raise ModelError(
+            f"{file} must be converted first, and there is no place: {error}"
+        ) from None
     if target.is_dir():
         return target
     try:

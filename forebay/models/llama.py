@@ -52,7 +52,10 @@ class Stage:
         embedding: Tensor | None,
         dtype: torch.dtype,
         tp_group: dist.ProcessGroup | None,
+        without: str = "",
     ) -> None:
+        """``without``: what this machine does not give, and why; in words, or empty."""
+        self.without = without
         self.config = config
         self.shard = shard
         self.dtype = dtype
@@ -109,16 +112,16 @@ def load_stage(
         loader = _Loader(files, config, shard, dtype, device)
         embedding = loader.embedding() if shard.is_first else None
         head = loader.head(embedding) if shard.is_last else None
-        layers = _layers(loader, head, kernels, kv_formats)
-        return Stage(
-            config, shard, layers, embedding, dtype, tp_group if shard.tp_size > 1 else None
-        )
+        layers, without = _layers(loader, head, kernels, kv_formats)
+        group = tp_group if shard.tp_size > 1 else None
+        return Stage(config, shard, layers, embedding, dtype, group, without)
 
 
 def _layers(
     loader: _Loader, head: Head | None, kernels: Kernels, kv_formats: Iterable[KvFormat]
-) -> Layers:
-    """By the kernels that are asked for, or that can be had."""
+) -> tuple[Layers, str]:
+    """By the kernels that are asked for, or that can be had; what cannot be had, in words."""
+    without = ""
     config, shard, dtype = loader.config, loader.shard, loader.dtype
     rope = RopeTable(config, dtype, loader.device)
     try:
@@ -127,10 +130,11 @@ def _layers(
                 refuse_format(form)
             return NativeLayers(
                 config, shard, dtype, rope, loader.layers(), head, torch.get_num_threads()
-            )
+            ), ""
     except NoKernels as error:
         if kernels is Kernels.NATIVE:
             raise ModelError(f"--kernels native: {error}; use --kernels auto") from error
+        without = f"compiled kernels: {error}"
         print(
             f"forebay: no compiled kernels: {error}; PyTorch's are used, which is slower",
             file=sys.stderr,
@@ -140,7 +144,7 @@ def _layers(
         raise ModelError(
             f"--kernels native: they are for a CPU, not for {loader.device.type}; use --kernels auto"
         )
-    return TorchLayers(config, shard, dtype, rope, loader.layers(), head)
+    return TorchLayers(config, shard, dtype, rope, loader.layers(), head), without
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,12 @@ def resolve_model(name: str) -> ResolvedModel:
     """
     if name == "demo":
         return ResolvedModel(convert_gguf(demo_file()), _DEMO_NAME)
-    path = Path(name).expanduser()
+    try:
+        path = Path(name).expanduser()
+    except RuntimeError:
+        raise ModelError(
+            f"{name}: there is no such home directory; give an absolute path"
+        ) from None
     if path.is_dir():
         path = _snapshot(path)
         _refuse_gguf_directory(path)

@@ -91,11 +91,14 @@ class StoreState(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, frozen=True, array_like=True):
-    """What goes beside a Snapshot. ``identity_s``: the model's content hashes took so long."""
+    """What goes beside a Snapshot. ``identity_s``: the model's content hashes took so long.
+    ``without``: what nobody asked for and this machine does not give, so that the server does without,
+    a line each."""
 
     figures: Figures = msgspec.field(default_factory=Figures)
     store: StoreState = StoreState()
     identity_s: float = 0.0
+    without: tuple[str, ...] = ()
 
 
 class Meter:

@@ -26,10 +26,12 @@ _PR_SET_PDEATHSIG = 1
 
 
 class PlannerBoot(msgspec.Struct, frozen=True):
-    """What was resolved before the start: ``fingerprint`` of the model, ``dtype``, ``kv_dtype`` (never ``auto``),
-    ``max_context`` in tokens, ``threads``, ``device_memory`` and ``host_memory`` of each rank (bytes; 0 device memory = what the
-    device has left). ``flight_dir``: where flight records go; ``ring_fds``: the span rings of all processes, in the order of
-    `ring_names`."""
+    """What was resolved before the start: ``fingerprint`` of the model, ``dtype``, ``kv_dtype`` (never
+    ``auto``), ``max_context`` in tokens, ``threads``, ``device_memory`` and ``host_memory`` of each rank
+    (bytes; 0 device memory = what the device has left). ``flight_dir``: where flight records go, empty
+    if nowhere; ``ring_fds``: the span rings of all processes, in the order of `ring_names`.
+    ``without``: what is done without as far as is known already, a line each.
+    """
 
     model_path: str
     marks: tuple[FileMark, ...]
@@ -45,6 +47,7 @@ class PlannerBoot(msgspec.Struct, frozen=True):
     parent_pid: int
     flight_dir: str
     ring_fds: tuple[int, ...] = ()
+    without: tuple[str, ...] = ()
 
 
 class WorkerBoot(msgspec.Struct, frozen=True):

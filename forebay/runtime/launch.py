@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from forebay import machine
-from forebay.models.cache_dir import cache_dir
+from forebay.cache import NoCache, cache_directory, why_not_writable
 from forebay.models.config import ModelConfig, load_config
 from forebay.models.errors import ModelError
 from forebay.models.fingerprint import model_marks
@@ -40,7 +40,7 @@ class PlannerHandle:
     process: subprocess.Popen[bytes]
     max_context: int
     rings: Rings
-    flight_dir: Path
+    flight_dir: Path | None
 
     def stop(self, timeout_s: float = 10.0) -> None:
         """End the planner and its ranks: in good order within ``timeout_s``, else by force. Safe to call twice."""
@@ -77,7 +77,7 @@ def start_planner(model: ResolvedModel, settings: Settings) -> PlannerHandle:
         process,
         boot.max_context,
         rings,
-        Path(boot.flight_dir),
+        Path(boot.flight_dir) if boot.flight_dir else None,
     )
 
 
@@ -91,6 +91,7 @@ def _boot(model: ResolvedModel, settings: Settings) -> PlannerBoot:
     except ModelError as error:
         raise StartError(str(error)) from error
     _make_timeline_directory(settings)
+    flight_directory, without = _flight_directory(settings)
     dtype = config.dtype if settings.dtype is DType.AUTO else settings.dtype.value
     kv_dtype = dtype if settings.kv_dtype is KvDType.AUTO else settings.kv_dtype.value
     needs = needs_of(config, settings, dtype, kv_dtype)
@@ -108,8 +109,25 @@ def _boot(model: ResolvedModel, settings: Settings) -> PlannerBoot:
         frontend_endpoint=new_endpoint("frontend"),
         frontend_identity=new_identity(),
         parent_pid=os.getpid(),
-        flight_dir=str(settings.timeline or cache_dir() / FLIGHT_DIRECTORY),
+        flight_dir=flight_directory,
+        without=without,
     )
+
+
+def _flight_directory(settings: Settings) -> tuple[str, tuple[str, ...]]:
+    """Where flight records go, and what is done without if they can go nowhere: empty then."""
+    if settings.timeline is not None:
+        return str(settings.timeline), ()
+    try:
+        directory = cache_directory() / FLIGHT_DIRECTORY
+        why_not = why_not_writable(directory)
+    except NoCache as error:
+        why_not = str(error)
+    if not why_not:
+        return str(directory), ()
+    what = f"flight records: {why_not}"
+    print(f"forebay: no {what}; --timeline names another place", file=sys.stderr)
+    return "", (what,)
 
 
 def _max_context(config: ModelConfig, settings: Settings) -> int:
@@ -130,3 +148,7 @@ def _make_timeline_directory(settings: Settings) -> None:
             raise StartError(
                 f"--timeline {settings.timeline}: {error.strerror}; give a directory that can be made"
             ) from error
+        if why_not := why_not_writable(settings.timeline):
+            raise StartError(
+                f"--timeline {settings.timeline}: {why_not}; give one that can be written"
+            )

@@ -12,6 +12,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -340,6 +341,8 @@ class PlannerProcess:
 
     def _save_incident(self, reason: str, epoch: int) -> None:
         """The flight record: what all processes did before a rank was lost."""
+        if not self._boot.flight_dir:  # said at the start
+            return
         try:
             path = save_incident(self._rings, Path(self._boot.flight_dir), f"epoch-{epoch}", reason)
         except OSError as error:
@@ -365,7 +368,8 @@ class PlannerProcess:
                 snapshot, store=self._store_view.fold(self._store.health)
             )
             store = msgspec.structs.replace(self._store.state, writing=self._is_writing)
-        self._tell_frontend(encode(snapshot), self._telemetry.report(store))
+        ranks_without = self._ranks.without if self._ranks is not None else ()
+        self._tell_frontend(encode(snapshot), self._telemetry.report(store, ranks_without))
 
     def _tell_frontend(self, frame: bytes, *beside: bytes) -> None:
         """A frontend that has not connected yet has asked for nothing. One that reads nothing any more cannot be served: nothing that
@@ -436,13 +440,14 @@ def chunk_size(settings: Settings) -> int:
 
 
 def open_store_desk(boot: PlannerBoot, config: PlannerConfig, meter: Meter) -> StoreDesk:
-    """The store that the settings name. Ends the process with one line if it does not answer."""
+    """The store that the settings name. Raises ``StoreURLError`` if it does not answer."""
     own = Layout.of(load_config(Path(boot.model_path)), config.pp, config.tp)
-    try:
-        return StoreDesk(boot.settings.store, own, meter)
-    except StoreURLError as error:
-        _log(str(error))
-        raise SystemExit(2) from error
+    return StoreDesk(boot.settings.store, own, meter)
+
+
+def must_have_store(settings: Settings) -> bool:
+    """Whether somebody asked for the store, or for what is nothing without one."""
+    return "store" in settings.given or settings.host_mode is HostMode.STAGING
 
 
 def worker_template(
@@ -488,13 +493,23 @@ def main() -> None:
     meter = Meter()
     with unhurried_output():
         identifying = Identifying(Path(boot.model_path), boot.marks)
-        store = open_store_desk(boot, config, meter) if config.has_store else None
+        store, without = None, list(boot.without)
+        if config.has_store:
+            try:
+                store = open_store_desk(boot, config, meter)
+            except StoreURLError as error:
+                if must_have_store(boot.settings):
+                    _log(str(error))
+                    raise SystemExit(2) from error
+                without.append(f"a private store: {error}")
+                _log(f"no private store, so pages are kept in memory alone: {error}")
+                config = replace(config, has_store=False)
         PlannerProcess(
             boot,
             worker_template(boot, config, store),
             config,
             store,
-            Telemetry(meter),
+            Telemetry(meter, without),
             identifying,
         ).run()
 

@@ -106,6 +106,12 @@ class Ranks:
         """Each readable once its rank has ended."""
         return [rank.end.fileno() for rank in self._ranks]
 
+    @property
+    def without(self) -> list[str]:
+        """What ranks do without, each line once."""
+        said = [rank.loaded.without for rank in self._ranks if rank.loaded is not None]
+        return [*dict.fromkeys(filter(None, said))]
+
     def rank_of(self, identity: bytes) -> int | None:
         """Whose channel this is; None for a stranger or a rank of an earlier epoch."""
         return self._by_identity.get(identity)

@@ -90,6 +90,7 @@ class Worker:
                 loaded.weight_bytes,
                 address,
                 loaded.host_pages(),
+                loaded.stage.without,
             )
         )
         message = self._receive()

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from forebay.bench.scratch import scratch_directory
-from forebay.models.cache_dir import cache_dir
+from forebay.cache import cache_directory
 from tests.pace import paced
 
 DEADLINE_S = paced(120.0)
@@ -23,7 +23,7 @@ DEMO = Path(__file__).parents[2] / "examples" / "demo.py"
 def test_a_demo_that_is_cut_off_leaves_nothing_running(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
 ) -> None:
-    (tmp_path / "models").symlink_to(cache_dir() / "models")  # converted once
+    (tmp_path / "models").symlink_to(cache_directory() / "models")  # converted once
     environment = os.environ | {"FOREBAY_CACHE_DIR": str(tmp_path)}
     process = subprocess.Popen(
         [sys.executable, "-u", str(DEMO)],

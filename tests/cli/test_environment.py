@@ -2,6 +2,8 @@
 
 import pytest
 
+from forebay.models.errors import ModelError
+from forebay.models.resolve import resolve_model
 from forebay.settings import SettingsError, resolve
 
 
@@ -30,6 +32,11 @@ def test_a_services_variables_set_nothing(service: str) -> None:
 
 def test_an_address_of_version_6_is_one_too() -> None:
     assert resolve({}, environment={"FOREBAY_PORT": "tcp://[fd00::1]:8000"}).port == 8000
+
+
+def test_a_home_that_is_not_there_is_one_line() -> None:
+    with pytest.raises(ModelError, match="~nobody-here/m: there is no such home directory"):
+        resolve_model("~nobody-here/m")
 
 
 def test_settings_beside_them_count() -> None:

@@ -81,10 +81,11 @@ def stored(served: Served) -> float:
     return float(match[1])
 
 
-def end(served: Served, number: signal.Signals, status: int) -> None:
-    """Nothing is left running, and the store writes what memory has before it goes."""
+def end(served: Served, number: signal.Signals, status: int, children: int = 4) -> None:
+    """Nothing is left running, and the store writes what memory has before it goes. ``children``:
+    planner, two ranks, the store."""
     family = psutil.Process(served.process.pid).children(recursive=True)
-    assert len(family) >= 4, "planner, two ranks, the store"
+    assert len(family) >= children
     served.process.send_signal(number)
     assert served.wait_end() == status
     _, alive = psutil.wait_procs(family, timeout=paced(15))
@@ -113,10 +114,67 @@ def test_the_default_store_is_private_and_warm_after_kill_9(
     end(second, signal.SIGINT, 130)
 
 
-def test_a_place_that_cannot_be_is_one_line(serve: Callable[..., Served], tmp_path: Path) -> None:
-    (tmp_path / "cache").mkdir()
-    (tmp_path / "cache" / "store").write_text("a file")
-    served = serve()
+def no_place(directory: Path) -> None:
+    (directory / "cache").mkdir()
+    (directory / "cache" / "store").write_text("a file")
+
+
+def test_a_place_that_was_asked_for_and_cannot_be_is_one_line(
+    serve: Callable[..., Served], tmp_path: Path
+) -> None:
+    no_place(tmp_path)
+    served = serve("--store", "embedded")
     assert served.wait_end() == 2
     said = [line for line in served.lines if "store 'embedded'" in line]
     assert len(said) == 1 and "--store none" in said[0] and "Traceback" not in "".join(served.lines)
+
+
+def test_a_default_place_that_cannot_be_is_done_without(
+    serve: Callable[..., Served], tmp_path: Path
+) -> None:
+    no_place(tmp_path)
+    served = serve()
+    text, _ = ask(served)
+    assert text
+    said = [line for line in served.lines if "private store" in line]
+    assert len(said) == 1 and "Traceback" not in "".join(served.lines)
+    health = httpx.get(f"{served.url}/health").json()
+    assert health["store"]["state"] == "none"
+    assert [line for line in health["without"] if line.startswith("a private store: ")]
+    flush = httpx.post(f"{served.url}/cache/flush", json={"tiers": ["store"]})
+    assert flush.status_code == 400 and "no --store" in flush.json()["error"]["message"]
+    end(served, signal.SIGTERM, 0, children=3)
+
+
+def test_a_cache_that_cannot_be_is_done_without(
+    serve: Callable[..., Served], tmp_path: Path
+) -> None:
+    """No store, no flight records and no compiled kernels: each is said, at the start and in /health."""
+    (tmp_path / "cache").write_text("a file")
+    served = serve()
+    assert ask(served)[0]
+    without = httpx.get(f"{served.url}/health").json()["without"]
+    kinds = [line.partition(":")[0] for line in without]
+    assert kinds == ["flight records", "a private store", "compiled kernels"]
+    for kind in ("no flight records: ", "no private store, ", "no compiled kernels: "):
+        assert [line for line in served.lines if kind in line]
+    end(served, signal.SIGTERM, 0, children=3)
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        (("--store", "embedded"), "store 'embedded'"),
+        (("--host-mode", "staging"), "store 'embedded'"),
+        (("--kernels", "native"), "--kernels native"),
+        (("--timeline", "{}/cache/below"), "--timeline"),
+    ],
+)
+def test_what_was_asked_for_is_not_done_without(
+    serve: Callable[..., Served], tmp_path: Path, asked: tuple[str, str], said: str
+) -> None:
+    (tmp_path / "cache").write_text("a file")
+    served = serve(*(word.format(tmp_path) for word in asked))
+    assert served.wait_end() == 2
+    assert [line for line in served.lines if said in line]
+    assert "Traceback" not in "".join(served.lines)

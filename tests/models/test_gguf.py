@@ -14,8 +14,8 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from forebay.cache import cache_directory
 from forebay.models import gguf as converter
-from forebay.models.cache_dir import cache_dir
 from forebay.models.config import load_config
 from forebay.models.errors import ModelError
 from forebay.models.gguf import convert_gguf
@@ -372,7 +372,7 @@ def test_crash_leaves_nothing_believed_and_is_cleaned_up(tiny, monkeypatch):
         child.start()
         child.join(30)
     assert child.exitcode == 9
-    models = cache_dir() / "models"
+    models = cache_directory() / "models"
     assert len(list(models.glob("*.tmp-*"))) == 1
     assert not any(path.is_dir() and ".tmp-" not in path.name for path in models.iterdir())
     path = convert_gguf(tiny)
@@ -384,7 +384,7 @@ def test_concurrent_converters_agree(tiny):
     with multiprocessing.get_context("spawn").Pool(3) as pool:
         paths = pool.map(convert_gguf, [tiny] * 3)
     assert len(set(paths)) == 1
-    assert not list((cache_dir() / "models").glob("*.tmp-*"))
+    assert not list((cache_directory() / "models").glob("*.tmp-*"))
 
 
 def test_error_removes_the_half_made_directory(tmp_path, monkeypatch):

@@ -7,7 +7,6 @@ the same directory takes a sub-directory, for a log has one owner.
 
 import contextlib
 import json
-import os
 import secrets
 import select
 import subprocess
@@ -16,9 +15,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import platformdirs
-
 from forebay import compiled, machine
+from forebay.cache import cache_directory
 from forebay.store.backend import Capabilities, GetItem, Health, PutItem, Status, StoreUse
 from forebay.store.backends.forebay import ForebayStore
 from forebay.store.client.prefetcher import PrefetchOptions
@@ -154,11 +152,8 @@ def default_dram() -> int:
 
 
 def default_directory() -> Path:
-    """Beside converted models: FOREBAY_CACHE_DIR, else the platform's user cache directory."""
-    override = os.environ.get("FOREBAY_CACHE_DIR")
-    return (
-        Path(override) if override else platformdirs.user_cache_path("forebay", appauthor=False)
-    ) / "store"
+    """Beside converted models. Raises `forebay.cache.NoCache`, an ``OSError``."""
+    return cache_directory() / "store"
 
 
 def _spawn() -> subprocess.Popen[bytes]:
