@@ -34,7 +34,7 @@ from forebay.models.gguf_parts import check_part, gguf_parts
 from forebay.models.gguf_tokenizer import build_tokenizer, end_ids
 from forebay.models.tensors import check_tensors
 
-CONVERTER_VERSION = 4
+CONVERTER_VERSION = 5
 _MAGIC = b"GGUF"
 _STEM_CHARS = 40  # a directory's name is bounded
 

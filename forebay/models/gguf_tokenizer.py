@@ -99,7 +99,7 @@ def build_tokenizer(metadata: Mapping[str, Any], where: str) -> tuple[Tokenizer,
     settings: dict[str, Any] = {
         "add_bos_token": bool(vocabulary.value("add_bos_token", adds_bos)),
         "add_eos_token": bool(vocabulary.value("add_eos_token", False)),
-        "chat_template": metadata.get("tokenizer.chat_template"),
+        "chat_template": _chat_templates(metadata),
         "tokenizer_class": "PreTrainedTokenizerFast",
         COMPLETE: True,
     }
@@ -118,6 +118,19 @@ def build_tokenizer(metadata: Mapping[str, Any], where: str) -> tuple[Tokenizer,
         settings[f"{name}_token"] = vocabulary.token(key, default)
     tokenizer.post_processor = _post_processor(tokenizer, settings)
     return tokenizer, settings
+
+
+def _chat_templates(metadata: Mapping[str, Any]) -> str | list[dict[str, str]] | None:
+    """As tokenizer_config.json has them: one text, or named ones where there are others too."""
+    usual = metadata.get("tokenizer.chat_template")
+    lead = "tokenizer.chat_template."
+    others = {
+        key.removeprefix(lead): text for key, text in metadata.items() if key.startswith(lead)
+    }
+    if not others:
+        return usual
+    named = others if usual is None else {"default": usual, **others}
+    return [{"name": name, "template": text} for name, text in sorted(named.items())]
 
 
 def end_ids(metadata: Mapping[str, Any], where: str) -> list[int]:

@@ -255,6 +255,21 @@ def test_ends_of_a_turn():
     assert end_ids(said, "x.gguf") == [0, 3]
 
 
+def test_chat_templates():
+    said = metadata(trained(*FAMILIES["gpt-2"]), "gpt-2")
+    assert build_tokenizer(said, "x.gguf")[1]["chat_template"] is None
+    said["tokenizer.chat_template"] = "one"
+    assert build_tokenizer(said, "x.gguf")[1]["chat_template"] == "one"
+    said |= {
+        "tokenizer.chat_templates": ["tool_use"],
+        "tokenizer.chat_template.tool_use": "tools",
+    }
+    assert build_tokenizer(said, "x.gguf")[1]["chat_template"] == [
+        {"name": "default", "template": "one"},
+        {"name": "tool_use", "template": "tools"},
+    ]
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
