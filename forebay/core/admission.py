@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 
 from forebay.core.messages import Usage
 from forebay.core.pace import work_of
+from forebay.core.page_cache import PageCache
 from forebay.core.replica import Replica
 from forebay.core.request import Request
 from forebay.core.transfers.backup import SELECTIVE_HITS, WritePolicy
@@ -82,11 +83,15 @@ def _has_room(replica: Replica, request: Request) -> bool:
     """Whether `_reserve` would find device pages, wherever the prefix comes from: what is loaded takes as many as what is computed."""
     cache = replica.cache
     assert cache is not None
-    held = [
-        node for node in cache.tree.match(request.extend_hashes()) if node.pages[DEVICE] != NONE
-    ]
+    held = [node for node in _usable_prefix(request, cache) if node.pages[DEVICE] != NONE]
     unpinned = sum(not node.pins[DEVICE] for node in held)
     return _wanted_pages(replica, request) - len(held) <= cache.obtainable - unpinned
+
+
+def _usable_prefix(request: Request, cache: PageCache) -> list[Node]:
+    """What is cached of its prefix; nothing for a request whose prompt is scored, since KV does not tell its logits."""
+    hashes = request.extend_hashes()
+    return [] if request.scores else cache.tree.match(hashes)
 
 
 def _wanted_pages(replica: Replica, request: Request) -> int:
@@ -112,6 +117,8 @@ def _gives_way_until(replica: Replica, request: Request) -> float:
 def _next_page_is_coming(replica: Replica, request: Request) -> bool:
     cache = replica.cache
     assert cache is not None
+    if request.scores:
+        return False
     hashes, tree = request.extend_hashes(), cache.tree
     # The first missing page has rarely moved far since the last look.
     while request.probe < len(hashes) and tree.get(hashes[request.probe]) is not None:
@@ -126,7 +133,7 @@ def _reserve(replica: Replica, request: Request) -> list[Node] | None:
     the known tokens, if one more page could be had besides. The nodes to be loaded, or None and nothing has changed."""
     cache = replica.cache
     assert cache is not None
-    path = cache.tree.match(request.extend_hashes())
+    path = _usable_prefix(request, cache)
     loads = [node for node in path if node.pages[DEVICE] == NONE]
     if 0 < len(loads) * replica.config.page_size <= replica.config.load_back_threshold:
         path = path[: path.index(loads[0])]

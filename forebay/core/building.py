@@ -45,6 +45,7 @@ class _Draft:
     work: float = 0.0
     tokens: int = 0
     is_ahead: bool = False
+    scoring: list[tuple[int, str]] = field(default_factory=list)
 
 
 def build_plan(replica: Replica, epoch: int, now: float) -> Plan | None:
@@ -82,6 +83,7 @@ def build_plan(replica: Replica, epoch: int, now: float) -> Plan | None:
             draft.requests,
             draft.tokens,
             draft.is_ahead,
+            scoring=draft.scoring,
         )
     )
     return plan
@@ -203,6 +205,8 @@ def _add_piece(replica: Replica, draft: _Draft, request: Request, count: int) ->
     draft.requests.append(request)
     request.computed = stop
     request.last_plan = draft.number
+    if request.params.prompt_logprobs is not None and request.scores:
+        draft.scoring.append((slot, request.request_id))
     if sample:
         request.prefilling = False
         request.awaits_token = True

@@ -116,7 +116,8 @@ class Usage(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class Output(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """New tokens of one request since the last Output; ``usage`` comes with its first; ``finish`` ends it.
 
-    ``stop_token`` is the token of ``params.stop_token_ids`` that ended it (also last in ``tokens``), else None.
+    ``stop_token`` is the token of ``params.stop_token_ids`` that ended it (also last in ``tokens``), else None. ``scores``: of
+    the prompt's tokens at positions ``scored_from`` on; a position may come again after a loss, with the same value.
     """
 
     request_id: str
@@ -126,6 +127,8 @@ class Output(msgspec.Struct, frozen=True, array_like=True, gc=False):
     finish: FinishReason | None = None
     stop_token: int | None = None
     message: str = ""
+    scores: tuple[TokenLogprobs, ...] = ()
+    scored_from: int = 0
 
 
 class Outputs(_Message, frozen=True):
@@ -413,11 +416,19 @@ class Sample(msgspec.Struct, frozen=True, array_like=True, gc=False):
     failure: str = ""
 
 
+class Scores(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Log-probabilities of given tokens at positions ``start`` on. ``slot`` as in the piece that ran them."""
+
+    slot: int
+    start: int
+    logprobs: tuple[TokenLogprobs, ...]
+
+
 class PlanDone(_Message, frozen=True):
     """This rank has finished plan ``number`` and reads or writes none of its pages any more.
 
-    ``samples``: from TP rank 0 of the last stage alone, one per sampling piece, in the plan's order. ``forward_s``: time in this
-    rank's forward pass, waiting for activations not counted.
+    ``samples``: from TP rank 0 of the last stage alone, one per sampling piece, in the plan's order; ``scores``: likewise, one per
+    piece of a request that asks for them. ``forward_s``: time in this rank's forward pass, waiting for activations not counted.
     """
 
     epoch: int
@@ -425,6 +436,7 @@ class PlanDone(_Message, frozen=True):
     number: int
     samples: tuple[Sample, ...] = ()
     forward_s: float = 0.0
+    scores: tuple[Scores, ...] = ()
 
 
 class TransferDone(_Message, frozen=True):

@@ -398,6 +398,15 @@ class Planner:
                 f"rank {done.rank} sampled other slots than plan {done.number} asked for"
             )
             return False
+        if [scores.slot for scores in done.scores] != [slot for slot, _ in record.scoring]:
+            self._lose_grid(
+                f"rank {done.rank} scored other slots than plan {done.number} asked for"
+            )
+            return False
+        for scores, (_, request_id) in zip(done.scores, record.scoring, strict=True):
+            self._effects.outputs.append(
+                Output(request_id, scores=scores.logprobs, scored_from=scores.start)
+            )
         outputs, decodes, max_context = (
             self._effects.outputs,
             self.replica.decodes,

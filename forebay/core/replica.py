@@ -79,8 +79,8 @@ class PlannerConfig:
 @dataclass(slots=True)
 class InFlight:
     """A plan that not all ranks have acknowledged. ``slots`` and ``sampling``: of each piece that yields a token, and its request;
-    ``requests``: of all pieces; ``is_ahead``: of hits that went ahead of chunks, whose plan may be built too; ``first_stage_s``:
-    the forward pass of the first stage, once it has said so."""
+    ``requests``: of all pieces; ``scoring``: slots and ids of those whose prompt is scored; ``is_ahead``: of hits that went ahead
+    of chunks, whose plan may be built too; ``first_stage_s``: the forward pass of the first stage, once it has said so."""
 
     number: int
     built_at: float
@@ -92,6 +92,7 @@ class InFlight:
     tokens: int = 0
     is_ahead: bool = False
     first_stage_s: float = 0.0
+    scoring: list[tuple[int, str]] = field(default_factory=list)
 
 
 @dataclass

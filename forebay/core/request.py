@@ -142,6 +142,11 @@ class Request:
         return len(self.packed) // TOKEN_BYTES - self.prompt_tokens
 
     @property
+    def scores(self) -> bool:
+        """Whether its prompt's tokens are still to be scored: then all of it is computed, whatever is cached."""
+        return self.params.prompt_logprobs is not None and not self.emitted
+
+    @property
     def remaining(self) -> int:
         """Known tokens that no plan has covered yet."""
         return self.length - self.computed

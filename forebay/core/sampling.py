@@ -44,7 +44,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     switch those filters off. ``seed`` makes a request's text repeatable: sampling is counter-based
     on (seed, output index), so a re-run continues the same text. ``logprobs`` asks for that many
     alternatives beside the chosen token's own log-probability (of the distribution before
-    temperature and filters).
+    temperature and filters), ``prompt_logprobs`` the same for the prompt's own tokens: then all of
+    the prompt is computed, cached or not.
     ``grammar``: no token comes that it does not allow, and its end is the end of the text, whatever
     ``min_tokens`` and ``ignore_eos`` say. Raises ``ValueError`` with one line (what was given, what
     is allowed) on bad values.
@@ -66,6 +67,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     ignore_eos: bool = False
     logit_bias: dict[int, float] = {}
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
     grammar: Grammar | None = None
 
@@ -115,6 +117,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             _within("logit_bias", bias, -100.0, 100.0)
         if self.logprobs is not None:
             _within("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        if self.prompt_logprobs is not None:
+            _within("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
 
     @property
     def is_greedy(self) -> bool:

@@ -67,6 +67,16 @@ class UsageWish(Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class PromptWish:
+    """What of the prompt comes back. ``echo``: its text before the output's; ``scores``: what was thought of its tokens;
+    ``alone``: nothing is to be generated."""
+
+    echo: bool = False
+    scores: bool = False
+    alone: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Asked:
     """``params.max_tokens`` is what was asked, None where nothing was; then ``default_tokens`` counts, and what fits without it.
 
@@ -85,3 +95,4 @@ class Asked:
     usage: UsageWish = UsageWish.NONE
     tools: Tools | None = None
     form: Grammar | None = None
+    prompt: PromptWish = field(default_factory=PromptWish)

@@ -24,6 +24,7 @@ from forebay.frontend.responses import (
     chat_delta,
     chat_logprobs,
     chat_message,
+    prompt_logprobs,
     usage_body,
 )
 from forebay.frontend.sequence import Delta, Position
@@ -46,7 +47,8 @@ class _Wording:
 
     def __init__(self, service: Service, generation: Generation, asked: Asked) -> None:
         self._generation = generation
-        self._spell = service.spell
+        self._spelling = service.model.spelling
+        self._prompt = asked.prompt
         self._with_logprobs = generation.work.params.logprobs is not None
         self._usage = asked.usage
         self._created = int(time.time())
@@ -71,7 +73,15 @@ class _Wording:
                 )
             )
         request_id = self._generation.work.request_id
-        return Chat(request_id, self._created, self._model, choices, usage_body(self._generation))
+        chat = Chat(request_id, self._created, self._model, choices, usage_body(self._generation))
+        if self._prompt.scores:
+            positions = self._generation.prompt_positions(0)
+            chat.prompt_logprobs = prompt_logprobs(positions, self._spelling)
+        if self._prompt.alone:
+            chat.usage = usage_body(self._generation, only_prompt=True)
+            for choice in choices:
+                choice.message.content, choice.logprobs, choice.finish_reason = "", None, "length"
+        return chat
 
     def opening(self) -> Iterable[ChatChunk]:
         for index in range(len(self._generation.sequences)):
@@ -112,4 +122,4 @@ class _Wording:
         )
 
     def _logprobs(self, positions: Sequence[Position]) -> ChatLogprobs | None:
-        return chat_logprobs(positions, self._spell) if self._with_logprobs else None
+        return chat_logprobs(positions, self._spelling) if self._with_logprobs else None

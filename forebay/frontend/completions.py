@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from forebay.frontend.answer import answer
 from forebay.frontend.asked import Asked, UsageWish
-from forebay.frontend.generation import Generation, collect
+from forebay.frontend.generation import Generation, Result, collect
 from forebay.frontend.limits import read_body
 from forebay.frontend.parse import parse_completion
 from forebay.frontend.responses import (
@@ -18,6 +18,7 @@ from forebay.frontend.responses import (
     CompletionLogprobs,
     UsageBody,
     completion_logprobs,
+    prompt_logprobs,
     usage_body,
 )
 from forebay.frontend.sequence import Delta, Position
@@ -40,7 +41,9 @@ class _Wording:
 
     def __init__(self, service: Service, generation: Generation, asked: Asked) -> None:
         self._generation = generation
-        self._spell = service.spell
+        self._spelling = service.model.spelling
+        self._prompt = asked.prompt
+        self._is_scored = generation.work.params.prompt_logprobs is not None
         self._with_logprobs = generation.work.params.logprobs is not None
         self._usage = asked.usage
         self._created = int(time.time())
@@ -48,19 +51,34 @@ class _Wording:
 
     async def whole(self) -> Completion:
         choices = [
-            CompletionChoice(
-                index,
-                result.text,
-                self._logprobs(result.positions),
-                result.finish,
-                result.stop_reason,
-            )
+            self._choice(index, result)
             for index, result in enumerate(await collect(self._generation))
         ]
-        return self._completion(choices, usage_body(self._generation))
+        return self._completion(choices, usage_body(self._generation, self._prompt.alone))
+
+    def _choice(self, index: int, result: Result) -> CompletionChoice:
+        text, finish, shown = result.text, result.finish, result.positions
+        if self._prompt.alone:
+            text, finish, shown = "", "length", []
+        before = ""
+        given = self._generation.prompt_positions(index) if self._is_scored else []
+        if self._prompt.echo:
+            scored = "".join(position.text for position in given)
+            before = scored if given else self._generation.echo(index)
+        logprobs = None
+        if self._with_logprobs:
+            logprobs = completion_logprobs(given if before else [], self._spelling)
+            logprobs += completion_logprobs(shown, self._spelling, len(before))
+        choice = CompletionChoice(index, before + text, logprobs, finish, result.stop_reason)
+        if self._prompt.scores:
+            choice.prompt_logprobs = prompt_logprobs(given, self._spelling)
+        return choice
 
     def opening(self) -> Iterable[Completion]:
-        return ()
+        if self._prompt.echo:
+            for index in range(len(self._generation.sequences)):
+                choice = CompletionChoice(index, self._generation.echo(index), None, None)
+                yield self._completion([choice], self._usage_beside())
 
     def delta(self, index: int, delta: Delta) -> Iterable[Completion]:
         if delta.text or delta.positions or delta.finish:
@@ -88,4 +106,4 @@ class _Wording:
         )
 
     def _logprobs(self, positions: Sequence[Position]) -> CompletionLogprobs | None:
-        return completion_logprobs(positions, self._spell) if self._with_logprobs else None
+        return completion_logprobs(positions, self._spelling) if self._with_logprobs else None

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from forebay.core.messages import FinishReason, Output, Submit, Usage, pack_tokens
 from forebay.frontend.assemble import Work
 from forebay.frontend.engine import Call, Engine
+from forebay.frontend.scored import echo_text, prompt_positions
 from forebay.frontend.seeds import SeedCounter, derive_seed
 from forebay.frontend.sequence import Delta, Detokenizer, Finish, Position, Sequence
 
@@ -41,6 +42,7 @@ class Generation:
         on_end: Callable[[str], None] = lambda outcome: None,
     ) -> None:
         self._on_end = on_end
+        self._detokenizer = detokenizer
         params = work.params
         submits: list[Submit] = []
         self.sequences: list[Sequence] = []
@@ -53,6 +55,8 @@ class Generation:
                 seed = seeds.next() if params.seed is None else derive_seed(params.seed, choice)
                 # Stop strings are found here; the engine has no use for them.
                 own = params.replace(n=1, seed=seed, max_tokens=max_tokens, stop=())
+                if choice:  # the first one's scores are the prompt's
+                    own = own.replace(prompt_logprobs=None)
                 submit = Submit(
                     f"{work.request_id}-{index}",
                     packed,
@@ -106,6 +110,19 @@ class Generation:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+    def prompt_positions(self, index: int) -> list[Position]:
+        """The prompt of sequence ``index``, token by token, where it was scored."""
+        first = index - index % self.work.params.n
+        prompt = self.work.prompts[index // self.work.params.n]
+        return prompt_positions(prompt, self.sequences[first].scores, self._new_detokenizer())
+
+    def echo(self, index: int) -> str:
+        """The text of the prompt of sequence ``index``."""
+        return echo_text(self.work.prompts[index // self.work.params.n], self._new_detokenizer())
+
+    def _new_detokenizer(self) -> Detokenizer:
+        return self._detokenizer(self.work.params.skip_special_tokens)
 
     @property
     def prompt_tokens(self) -> int:

@@ -70,6 +70,7 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     num_cached_tokens: int
     finished: bool = True
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     cached_device: int = 0
     cached_host: int = 0
     cached_store: int = 0
@@ -336,17 +337,26 @@ class _Host:
                 self._completion(index, result, params) for index, result in enumerate(results)
             ],
             num_cached_tokens=cached.cached_device + cached.cached_host + cached.cached_store,
+            prompt_logprobs=self._prompt_logprobs(generation),
             cached_device=cached.cached_device,
             cached_host=cached.cached_host,
             cached_store=cached.cached_store,
         )
+
+    def _prompt_logprobs(self, generation: Generation) -> list[dict[int, Logprob] | None] | None:
+        if generation.work.params.prompt_logprobs is None:
+            return None
+        return [
+            None if position.logprobs is None else self._logprobs(position)
+            for position in generation.prompt_positions(0)
+        ]
 
     def _completion(self, index: int, result: Result, params: SamplingParams) -> CompletionOutput:
         logprobs = None
         if params.logprobs is not None:
             logprobs = [self._logprobs(position) for position in result.positions]
         cumulative = (
-            sum(position.logprobs.chosen for position in result.positions)
+            sum(position.logprobs.chosen for position in result.positions if position.logprobs)
             if logprobs is not None
             else None
         )
@@ -361,17 +371,16 @@ class _Host:
         )
 
     def _logprobs(self, position: Position) -> dict[int, Logprob]:
-        spell = self.model.tokenizer.decode
+        spell = self.model.spelling.alone
+        logprobs = position.logprobs
+        assert logprobs is not None
         found = {
-            token: Logprob(value, rank, spell([token], skip_special=False))
+            token: Logprob(value, rank, spell(token))
             for rank, (token, value) in enumerate(
-                zip(position.logprobs.top_ids, position.logprobs.top, strict=True), start=1
+                zip(logprobs.top_ids, logprobs.top, strict=True), start=1
             )
         }
-        chosen = position.token
-        found.setdefault(
-            chosen, Logprob(position.logprobs.chosen, None, spell([chosen], skip_special=False))
-        )
+        found.setdefault(position.token, Logprob(logprobs.chosen, None, position.text))
         return found
 
 

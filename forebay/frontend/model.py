@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from forebay.frontend.sequence import Detokenizer
@@ -13,6 +14,7 @@ from forebay.settings import GenerationConfig
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from forebay.models.spelling import Spelling
     from forebay.models.tokenizer import Tokenizer
 
 
@@ -27,6 +29,12 @@ class ServedModel:
     vocab_size: int
     max_context: int
     sampling: Mapping[str, float] = field(default_factory=dict)
+
+    @cached_property
+    def spelling(self) -> Spelling:
+        from forebay.models.spelling import Spelling
+
+        return Spelling(self.tokenizer)
 
     def detokenizer(self, skip_special: bool) -> Detokenizer:
         from forebay.models.detokenize import IncrementalDetokenizer

@@ -5,7 +5,15 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 from forebay.core.sampling import MAX_LOGPROBS, SamplingParams
-from forebay.frontend.asked import Asked, Conversation, Source, Texts, TokenLists, UsageWish
+from forebay.frontend.asked import (
+    Asked,
+    Conversation,
+    PromptWish,
+    Source,
+    Texts,
+    TokenLists,
+    UsageWish,
+)
 from forebay.frontend.errors import ApiError
 from forebay.frontend.limits import MAX_PROMPTS
 from forebay.frontend.messages import template_messages
@@ -107,6 +115,7 @@ def _asked(
         usage=_usage_wish(request),
         tools=parse_tools(request) if isinstance(request, ChatRequest) else None,
         form=parse_form(request),
+        prompt=_prompt_wish(request),
     )
 
 
@@ -145,11 +154,16 @@ def _sampling_params(
     given: dict[str, Any] = dict(defaults) | {
         name: _plain(value)
         for name in SamplingParams.__struct_fields__
-        if name not in ("max_tokens", "logprobs", "grammar")
+        if name not in ("max_tokens", "logprobs", "prompt_logprobs", "grammar")
         and (value := getattr(request, name)) is not None
     }
     try:
-        return SamplingParams(max_tokens=_max_tokens(request), logprobs=_logprobs(request), **given)
+        return SamplingParams(
+            max_tokens=_max_tokens(request),
+            logprobs=_logprobs(request),
+            prompt_logprobs=_prompt_logprobs(request),
+            **given,
+        )
     except ValueError as error:
         first = str(error).split()[0]
         raise ApiError(
@@ -174,6 +188,8 @@ def _max_tokens(request: CompletionRequest | ChatRequest) -> int | None:
         message = f"max_tokens is {older} and max_completion_tokens {newer}; give one of them"
         raise ApiError(400, message, "max_completion_tokens")
     asked = older if newer is None else newer
+    if _asks_for_nothing(request):
+        return 1  # which is not shown
     return None if asked is None else int(min(asked, MAX_TOKENS))
 
 
@@ -192,6 +208,38 @@ def _logprobs(request: CompletionRequest | ChatRequest) -> int | None:
             400, f"top_logprobs is {top}; it must be between 0 and {MAX_LOGPROBS}", "top_logprobs"
         )
     return int(top or 0)
+
+
+def _prompt_logprobs(request: CompletionRequest | ChatRequest) -> int | None:
+    """What must be known of the prompt's tokens: what was asked by name, and with an echo what is asked of the output's."""
+    asked = None if request.prompt_logprobs is None else int(request.prompt_logprobs)
+    echoed = _logprobs(request) if _echoes(request) else None
+    wanted = [count for count in (asked, echoed) if count is not None]
+    return min(wanted) if min(wanted, default=0) < 0 else max(wanted, default=None)
+
+
+def _prompt_wish(request: CompletionRequest | ChatRequest) -> PromptWish:
+    """Raises ``ApiError`` (400) for a stream that would have to begin with scores."""
+    echo, scores = _echoes(request), request.prompt_logprobs is not None
+    wants_scores = "prompt_logprobs" if scores else "logprobs with echo"
+    if request.stream and (scores or (echo and _logprobs(request) is not None)):
+        message = f"{wants_scores} cannot be streamed; leave out one of them"
+        raise ApiError(400, message, "prompt_logprobs" if scores else "echo")
+    alone = _asks_for_nothing(request)
+    if request.stream and alone:
+        raise ApiError(400, "max_tokens is 0, so there is nothing to stream", "stream")
+    return PromptWish(echo, scores, alone)
+
+
+def _echoes(request: CompletionRequest | ChatRequest) -> bool:
+    return isinstance(request, CompletionRequest) and bool(request.echo)
+
+
+def _asks_for_nothing(request: CompletionRequest | ChatRequest) -> bool:
+    """``max_tokens: 0``: the prompt alone is of interest, where it comes back."""
+    caps = (request.max_tokens, request.max_completion_tokens)
+    shows_prompt = _echoes(request) or request.prompt_logprobs is not None
+    return shows_prompt and 0 in caps
 
 
 def _cache_salt(request: CompletionRequest | ChatRequest) -> bytes:

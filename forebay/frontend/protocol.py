@@ -41,6 +41,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "detokenize": (True,),
     "early_stopping": (False,),
+    "echo": (False,),  # of chat
     "function_call": ("none", "auto"),
     "functions": ([],),
     "include_reasoning": (True,),
@@ -136,6 +137,7 @@ class _Sampling(_Taken, kw_only=True):
     no_store: bool | None = None
     presence_penalty: float | None = None
     priority: Whole | None = None
+    prompt_logprobs: Whole | None = None
     repetition_penalty: float | None = None
     response_format: ResponseFormat | None = None
     seed: Whole | None = None
@@ -153,6 +155,7 @@ class _Sampling(_Taken, kw_only=True):
 class CompletionRequest(_Sampling, kw_only=True):
     prompt: str | list[str | int | list[int]]
     add_special_tokens: bool | None = None
+    echo: bool | None = None
     suffix: msgspec.Raw = _NULL
 
 
@@ -227,6 +230,7 @@ class ChatRequest(_Sampling, kw_only=True):
     tool_choice: str | dict[str, Any] | None = None
     tools: list[Tool] | None = None
     audio: msgspec.Raw = _NULL
+    echo: msgspec.Raw = _NULL
     function_call: msgspec.Raw = _NULL
     functions: msgspec.Raw = _NULL
     include_reasoning: msgspec.Raw = _NULL

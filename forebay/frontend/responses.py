@@ -1,16 +1,16 @@
 """Bodies that the API gives back, as OpenAI's clients read them. `null` stands where OpenAI has it."""
 
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
+from forebay.core.messages import TokenLogprobs
 from forebay.frontend.generation import Generation
 from forebay.frontend.sequence import Position
 from forebay.frontend.tools import CallArguments, CallStart, Content, Piece, Reasoning
-
-Spell = Callable[[int], str]
+from forebay.models.spelling import Spelling
 
 
 class PromptDetails(msgspec.Struct):
@@ -31,9 +31,28 @@ class UsageBody(msgspec.Struct):
 
 class CompletionLogprobs(msgspec.Struct):
     text_offset: list[int]
-    token_logprobs: list[float]
+    token_logprobs: list[float | None]
     tokens: list[str]
-    top_logprobs: list[dict[str, float]]
+    top_logprobs: list[dict[str, float] | None]
+
+    def __add__(self, more: "CompletionLogprobs") -> "CompletionLogprobs":
+        return CompletionLogprobs(
+            self.text_offset + more.text_offset,
+            self.token_logprobs + more.token_logprobs,
+            self.tokens + more.tokens,
+            self.top_logprobs + more.top_logprobs,
+        )
+
+
+class RankedLogprob(msgspec.Struct):
+    """``rank``: 1 for the most likely; None for a given token beyond those asked for."""
+
+    logprob: float
+    rank: int | None
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, RankedLogprob] | None]
 
 
 class CompletionChoice(msgspec.Struct):
@@ -42,6 +61,7 @@ class CompletionChoice(msgspec.Struct):
     logprobs: CompletionLogprobs | None
     finish_reason: str | None
     stop_reason: str | int | None = None
+    prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
 
 
 class Completion(msgspec.Struct):
@@ -125,6 +145,7 @@ class Chat(msgspec.Struct):
     choices: list[ChatChoice]
     usage: UsageBody
     object: str = "chat.completion"
+    prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatChunk(msgspec.Struct):
@@ -136,10 +157,13 @@ class ChatChunk(msgspec.Struct):
     object: str = "chat.completion.chunk"
 
 
-def usage_body(generation: Generation) -> UsageBody:
+def usage_body(generation: Generation, only_prompt: bool = False) -> UsageBody:
+    """``only_prompt``: nothing was to be generated, so what was to get at the prompt's scores counts for nothing."""
     cached = generation.cached
     device, host, store = cached.cached_device, cached.cached_host, cached.cached_store
     prompt, completion = generation.prompt_tokens, generation.completion_tokens
+    if only_prompt:
+        completion = 0
     details = PromptDetails(device + host + store, device, host, store)
     return UsageBody(prompt, completion, prompt + completion, details)
 
@@ -182,38 +206,71 @@ def call_id() -> str:
     return f"call_{secrets.token_hex(12)}"
 
 
-def completion_logprobs(positions: Sequence[Position], spell: Spell) -> CompletionLogprobs:
-    """The chosen token is among ``top_logprobs`` even where it is not among the most likely, as OpenAI has it."""
-    tops: list[dict[str, float]] = []
-    for position in positions:
-        top: dict[str, float] = {}
-        for token, value in zip(position.logprobs.top_ids, position.logprobs.top, strict=True):
-            top.setdefault(spell(token), value)  # two ids may read alike: the likelier one stays
-        top.setdefault(spell(position.token), position.logprobs.chosen)
-        tops.append(top)
+def completion_logprobs(
+    positions: Sequence[Position], spelling: Spelling, shift: int = 0
+) -> CompletionLogprobs:
+    """``shift``: characters before the positions' text, of a prompt that is echoed. Joined, the tokens are the text."""
     return CompletionLogprobs(
-        text_offset=[position.offset for position in positions],
-        token_logprobs=[position.logprobs.chosen for position in positions],
-        tokens=[spell(position.token) for position in positions],
-        top_logprobs=tops,
+        text_offset=[position.offset + shift for position in positions],
+        token_logprobs=[
+            None if position.logprobs is None else position.logprobs.chosen
+            for position in positions
+        ],
+        tokens=[position.text for position in positions],
+        top_logprobs=[_top_by_text(position, spelling) for position in positions],
     )
 
 
-def chat_logprobs(positions: Sequence[Position], spell: Spell) -> ChatLogprobs:
+def _top_by_text(position: Position, spelling: Spelling) -> dict[str, float] | None:
+    """As many entries as were asked for, and the chosen token even where it is not among the most likely, as OpenAI has it.
+
+    The chosen token is spelled as in the text; of others that read alike, all but the first are named by their id.
+    """
+    found = position.logprobs
+    if found is None:
+        return None
+    top: dict[str, float] = {}
+    for token, value in zip(found.top_ids, found.top, strict=True):
+        text = position.text if token == position.token else spelling.alone(token)
+        is_taken = text in top or (text == position.text and token != position.token)
+        top[f"token_id:{token}" if is_taken else text] = value
+    top.setdefault(position.text, found.chosen)
+    return top
+
+
+def chat_logprobs(positions: Sequence[Position], spelling: Spelling) -> ChatLogprobs:
+    """Joined, the tokens are the text, and their bytes are its bytes."""
     content = []
     for position in positions:
+        found = position.logprobs
+        assert found is not None
         top = [
-            TopLogprob(spell(token), value, _utf8(spell(token)))
-            for token, value in zip(position.logprobs.top_ids, position.logprobs.top, strict=True)
+            TopLogprob(spelling.alone(token), value, list(spelling.token_bytes(token)))
+            for token, value in zip(found.top_ids, found.top, strict=True)
         ]
-        text = spell(position.token)
-        content.append(TokenLogprob(text, position.logprobs.chosen, _utf8(text), top))
+        raw = spelling.bytes_in(position.token, position.text)
+        content.append(TokenLogprob(position.text, found.chosen, list(raw), top))
     return ChatLogprobs(content)
 
 
-def _utf8(text: str) -> list[int] | None:
-    """None for a token that is only a part of a character: its text does not tell its bytes."""
-    return None if "\ufffd" in text else list(text.encode())
+def prompt_logprobs(positions: Sequence[Position], spelling: Spelling) -> PromptLogprobs:
+    """As vLLM words them: for each token of the prompt the tokens that were thought of, by id; nothing for the first."""
+    return [
+        None if position.logprobs is None else _by_id(position, position.logprobs, spelling)
+        for position in positions
+    ]
+
+
+def _by_id(
+    position: Position, found: TokenLogprobs, spelling: Spelling
+) -> dict[str, RankedLogprob]:
+    ranked = {
+        str(token): RankedLogprob(value, rank, spelling.alone(token))
+        for rank, (token, value) in enumerate(zip(found.top_ids, found.top, strict=True), start=1)
+    }
+    own = RankedLogprob(found.chosen, None, position.text)
+    ranked.setdefault(str(position.token), own)
+    return ranked
 
 
 def json_body(value: Any) -> bytes:

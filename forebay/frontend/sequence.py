@@ -9,7 +9,7 @@ Sans-IO: knows neither the engine nor HTTP.
 from collections import deque
 from collections.abc import Mapping
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 from forebay.core.messages import FinishReason, Output, TokenLogprobs
@@ -31,11 +31,13 @@ class Detokenizer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """Log-probabilities at one output token, whose text begins at character ``offset`` of the sequence's text."""
+    """Log-probabilities at one token. ``text``: what it adds to the sequence's text, from character ``offset`` on; joined, these
+    are the text. ``logprobs``: None for the first token of a prompt, which nothing comes before."""
 
     token: int
     offset: int
-    logprobs: TokenLogprobs
+    logprobs: TokenLogprobs | None
+    text: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +66,7 @@ class Sequence:
         self._decoded_chars = 0
         self._sent_chars = 0
         self.token_count = 0
+        self.scores: dict[int, TokenLogprobs] = {}  # of the prompt, by position
         self.finish: Finish | None = None
 
     @property
@@ -74,6 +77,8 @@ class Sequence:
         """Takes an Output that has no ``finish``, or one of STOP and LENGTH."""
         assert not self.finished
         assert output.finish in (None, FinishReason.STOP, FinishReason.LENGTH)
+        for position, logprobs in enumerate(output.scores, start=output.scored_from):
+            self.scores[position] = logprobs
         silent = self._silent_tokens(output)
         text, taken, stop = self._take(output, len(output.tokens) - silent)
         if stop is not None:
@@ -103,14 +108,12 @@ class Sequence:
         sent = ""
         for index in range(count):
             self.token_count += 1
+            token, offset = output.tokens[index], self._decoded_chars
+            decoded = self._decode((token,))
             if output.logprobs:
-                self._waiting.append(
-                    Position(output.tokens[index], self._decoded_chars, output.logprobs[index])
-                )
-            token = output.tokens[index]
+                self._waiting.append(Position(token, offset, output.logprobs[index], decoded))
             text, stop = self._stops.push(
-                self._decode((token,)) + self._hidden.mark(token),
-                self.token_count >= self._min_tokens,
+                decoded + self._hidden.mark(token), self.token_count >= self._min_tokens
             )
             sent += text
             if stop is not None:
@@ -124,11 +127,13 @@ class Sequence:
 
     def _flush(self) -> tuple[str, str | None]:
         """The characters that detokenizer and matcher still held, now that no token follows."""
-        text, stop = self._stops.push(
-            self._detokenizer.finish(), self.token_count >= self._min_tokens
-        )
-        rest = "" if stop is not None else self._stops.finish()
-        return self._hidden.text(text + rest), self._hidden.asked(stop)
+        rest = self._detokenizer.finish()
+        if rest and self._waiting:  # half a character, which no token completes any more
+            last = self._waiting.pop()
+            self._waiting.append(replace(last, text=last.text + rest))
+        text, stop = self._stops.push(rest, self.token_count >= self._min_tokens)
+        held = "" if stop is not None else self._stops.finish()
+        return self._hidden.text(text + held), self._hidden.asked(stop)
 
     def _delta(
         self,
@@ -145,5 +150,9 @@ class Sequence:
         while self._waiting and (
             self._waiting[0].offset < self._sent_chars or (self.finished and not ended_by_text)
         ):
-            released.append(self._waiting.popleft())
+            position = self._waiting.popleft()
+            if ended_by_text:
+                shown = self._sent_chars - position.offset
+                position = replace(position, text=position.text[:shown])
+            released.append(position)
         return Delta(text, tokens, tuple(released), finish, stop_reason)

@@ -143,10 +143,6 @@ class Service:
         assert self.engine.snapshot is not None
         return self.engine.snapshot
 
-    def spell(self, token: int) -> str:
-        """One token as text, for log-probabilities."""
-        return self.model.tokenizer.decode([token], skip_special=False)
-
     def _for_caller(self, asked: Asked, headers: Headers) -> Asked:
         """With what depends on who asks. Raises ``ApiError`` (400)."""
         highest = self.settings.priority_limit

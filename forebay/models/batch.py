@@ -25,7 +25,7 @@ class SequenceWork:
 
     `rows` query tokens follow `context` tokens that are in `pages` already; `pages` cover `context + rows` tokens.
     Keys and values of positions below `write_from` (default: none) are not written. `sample` asks for the logits of
-    the last row.
+    the last row, `score` for those of all rows.
     """
 
     rows: int
@@ -33,6 +33,7 @@ class SequenceWork:
     pages: Sequence[int] | npt.NDArray[np.int64]
     write_from: int | None = None
     sample: bool = False
+    score: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +114,8 @@ def build_batch(
     written = positions[write_rows]
     table_start = np.repeat(np.cumsum(used) - used, rows)[write_rows]
     sample_rows = (starts + rows - 1)[np.array([work.sample for work in sequences], dtype=bool)]
+    if any([work.score for work in sequences]):
+        sample_rows = _rows_with_logits(sequences, starts)
 
     def move(array: npt.NDArray[np.int64]) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(device)
@@ -131,4 +134,16 @@ def build_batch(
         write_offsets=move(written % page_size),
         sample_rows=move(sample_rows),
         page_size=page_size,
+    )
+
+
+def _rows_with_logits(
+    sequences: Sequence[SequenceWork], starts: npt.NDArray[np.int64]
+) -> npt.NDArray[np.int64]:
+    """All rows of what is scored, the last one of what is only sampled, in order."""
+    return np.concatenate(
+        [
+            np.arange(start if work.score else start + work.rows - work.sample, start + work.rows)
+            for work, start in zip(sequences, starts, strict=True)
+        ]
     )

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from forebay.core.messages import Plan, Sample
+from forebay.core.messages import Plan, Sample, Scores
 from forebay.core.spans import SpanKind
 from forebay.models.batch import SequenceWork, StageBatch, build_batch
 from forebay.models.kv import KVPool
@@ -23,6 +23,7 @@ from forebay.observe.events import SpanRing
 from forebay.runtime.copy_engine import CopyEngine, LoadGate
 from forebay.runtime.mirror import Limits, Mirror, Step
 from forebay.runtime.sampler import Sampler
+from forebay.runtime.scorer import PromptScorer
 from forebay.runtime.stage_link import Activation, StageReceiver, StageSender
 
 NS = 1e-9
@@ -34,6 +35,7 @@ class Outcome:
 
     samples: tuple[Sample, ...]
     forward_s: float
+    scores: tuple[Scores, ...] = ()
 
 
 class Executor:
@@ -67,6 +69,7 @@ class Executor:
         self._receiver = receiver
         self._sender = sender
         self._sampler = sampler
+        self._scorer = PromptScorer(device)
 
     @torch.inference_mode()
     def run(self, plan: Plan) -> Outcome:
@@ -100,7 +103,8 @@ class Executor:
             self._sender.send(activation, output)
         if plan.backup is not None:
             self._copier.back_up(plan.backup)
-        return Outcome(self._sample(plan, steps, output), (ended - began) * NS)
+        samples, scores = self._sample(plan, steps, output)
+        return Outcome(samples, (ended - began) * NS, scores)
 
     def settle(self) -> None:
         """Wait until the next stage has all that was sent to it."""
@@ -136,6 +140,7 @@ class Executor:
                 self._mirror.table(step.slot),
                 step.write_from,
                 step.sample,
+                step.score is not None,
             )
             for step in steps
         ]
@@ -151,19 +156,37 @@ class Executor:
         self.ring.record(SpanKind.RECEIVE, began, activation.plan, activation.tokens)
         return hidden
 
-    def _sample(self, plan: Plan, steps: list[Step], logits: Tensor) -> tuple[Sample, ...]:
+    def _sample(
+        self, plan: Plan, steps: list[Step], logits: Tensor
+    ) -> tuple[tuple[Sample, ...], tuple[Scores, ...]]:
         if self._sampler is None:
-            return ()
+            return (), ()
+        scores: tuple[Scores, ...] = ()
+        if any([step.score is not None for step in steps]):
+            scores, logits = self._score(steps, logits)
         for opening in plan.openings:
             self._sampler.open(opening)
         self._sampler.count(steps)
         asking = [step for step in steps if step.sample]
         if not asking:
-            return ()
+            return (), scores
         began = time.monotonic_ns()
         chosen = self._sampler.sample(logits, asking)
         self.ring.record(SpanKind.SAMPLE, began, plan.number, len(asking))
-        return tuple(
+        samples = tuple(
             Sample(step.slot, token, logprobs, self._sampler.failure(step.slot))
             for step, (token, logprobs) in zip(asking, chosen, strict=True)
         )
+        return samples, scores
+
+    def _score(self, steps: list[Step], logits: Tensor) -> tuple[tuple[Scores, ...], Tensor]:
+        """Scores of the pieces that ask for them, and the logits of the rows that are sampled."""
+        scores, sampled, start = [], [], 0
+        for step in steps:
+            stop = start + (len(step.tokens) if step.score is not None else step.sample)
+            if step.score is not None:
+                scores.append(self._scorer.score(step, logits[start:stop]))
+            if step.sample:
+                sampled.append(stop - 1)
+            start = stop
+        return tuple(scores), logits[torch.tensor(sampled, dtype=torch.int64, device=self._device)]

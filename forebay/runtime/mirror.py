@@ -43,7 +43,8 @@ class Limits:
 class Step:
     """One piece, ready to run: ``tokens`` (T,) uint32 at positions ``start`` on.
 
-    ``output_index``: which of its request's output tokens the piece yields, if it samples.
+    ``output_index``: which of its request's output tokens the piece yields, if it samples. ``score``: how many alternatives are
+    wanted beside each token's own log-probability, where the piece is of a prompt that is scored.
     """
 
     slot: int
@@ -52,6 +53,7 @@ class Step:
     write_from: int
     sample: bool
     output_index: int
+    score: int | None = None
 
     @property
     def stop(self) -> int:
@@ -143,7 +145,9 @@ class Mirror:
         output_index = self.outputs[slot]
         self.outputs[slot] += piece.sample
         self.lengths[slot] = stop
-        return Step(slot, piece.start, tokens, piece.write_from, piece.sample, output_index)
+        params = self.params[slot]
+        score = params.prompt_logprobs if params is not None and not output_index else None
+        return Step(slot, piece.start, tokens, piece.write_from, piece.sample, output_index, score)
 
     def _append(self, slot: int, pages: tuple[int, ...], stop: int) -> int:
         """Add pages to a table so that it covers ``stop`` positions; returns its length before."""

@@ -117,7 +117,14 @@ class Worker:
             self._io.applied = message.number
             outcome = executor.run(message)
             self._send(
-                PlanDone(boot.epoch, boot.rank, message.number, outcome.samples, outcome.forward_s)
+                PlanDone(
+                    boot.epoch,
+                    boot.rank,
+                    message.number,
+                    outcome.samples,
+                    outcome.forward_s,
+                    outcome.scores,
+                )
             )
 
     def _open_store(self, loaded: LoadedRank, ready: ReadyRank, namespace: bytes) -> PageIo | None:

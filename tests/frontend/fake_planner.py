@@ -12,6 +12,7 @@ from pathlib import Path
 
 import zmq
 
+from forebay.core.hashing import TOKEN_BYTES
 from forebay.core.messages import (
     Abort,
     FinishReason,
@@ -211,7 +212,17 @@ class FakePlanner:
             self.usage if running.sent == 1 else None,
             finish,
             stop_token,
+            scores=self._scores(submit) if running.sent == 1 else (),
+            scored_from=1,
         )
+
+    def _scores(self, submit: Submit) -> tuple[TokenLogprobs, ...]:
+        asked = submit.params.prompt_logprobs
+        if asked is None:
+            return ()
+        others = tuple(range(65, 65 + asked))
+        one = TokenLogprobs(-0.25, others, tuple(-1.0 - index for index in range(asked)))
+        return (one,) * (len(submit.prompt) // TOKEN_BYTES - 1)
 
     def _snapshot(self) -> Snapshot:
         with self._changed:

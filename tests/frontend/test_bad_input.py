@@ -216,7 +216,15 @@ def test_what_chat_does_not_do_is_refused_by_name(
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("echo", True), ("suffix", "x"), ("best_of", 3), ("use_beam_search", True)]
+    ("field", "value"),
+    [
+        ("suffix", "x"),
+        ("best_of", 3),
+        ("use_beam_search", True),
+        ("max_tokens", 0),
+        ("prompt_logprobs", 21),
+        ("prompt_logprobs", -1),
+    ],
 )
 def test_what_completions_do_not_do_is_refused_by_name(
     server: Server, field: str, value: object
@@ -224,6 +232,20 @@ def test_what_completions_do_not_do_is_refused_by_name(
     assert (
         error_of(server.post("/v1/completions", **{"prompt": "x", field: value}))["param"] == field
     )
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"echo": True, "logprobs": 1, "stream": True}, "echo"),
+        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+        ({"echo": True, "max_tokens": 0, "stream": True}, "stream"),
+    ],
+)
+def test_a_stream_does_not_begin_with_scores(
+    server: Server, fields: dict[str, object], param: str
+) -> None:
+    assert error_of(server.post("/v1/completions", prompt="x", **fields))["param"] == param
 
 
 def test_max_tokens_in_both_spellings(server: Server) -> None:

@@ -6,6 +6,8 @@ from forebay.core.messages import Submit, TierUse, Usage, unpack_tokens
 from tests.frontend.served import Server, says, until
 from tests.frontend.tiny_text import CONTEXT, EOS
 
+USER = [{"role": "user", "content": "x"}]
+
 
 def prompt_text(submit: Submit) -> str:
     return bytes(unpack_tokens(submit.prompt).tolist()).decode()
@@ -157,11 +159,59 @@ def test_logprobs_of_chat_and_a_token_that_is_half_a_character(server: Server) -
     assert answer.choices[0].logprobs is not None
     content = answer.choices[0].logprobs.content
     assert content is not None
-    assert [entry.bytes for entry in content] == [None, None], (
-        "half a character has no UTF-8 of its own"
-    )
+    assert [(entry.token, entry.bytes) for entry in content] == [("", [0xC3]), ("é", [0xA9])]
     assert content[0].top_logprobs[0].token == "A"
     assert content[0].top_logprobs[0].bytes == [65]
+
+
+def test_an_echo_is_the_prompt_and_its_scores_are_of_its_tokens(server: Server) -> None:
+    asked = {"prompt": "né", "echo": True, "logprobs": 2, "max_tokens": 2}
+    choice = server.post("/v1/completions", **asked).json()["choices"][0]
+    assert choice["text"] == "néhe"
+    found = choice["logprobs"]
+    assert found["tokens"] == ["n", "", "é", "h", "e"]
+    assert found["text_offset"] == [0, 1, 1, 2, 3]
+    assert found["token_logprobs"] == [None, -0.25, -0.25, -0.5, -0.5]
+    assert found["top_logprobs"][0] is None
+    assert all(len(top) >= 2 for top in found["top_logprobs"][1:])
+    assert server.planner.submits[0].params.prompt_logprobs == 2
+
+
+def test_an_echo_of_several_prompts_and_choices(server: Server) -> None:
+    asked = {"prompt": [[65, 66], [67]], "echo": True, "n": 2, "max_tokens": 1, "logprobs": 0}
+    answer = server.post("/v1/completions", **asked).json()
+    assert [choice["text"] for choice in answer["choices"]] == ["ABh", "ABh", "Ch", "Ch"]
+    assert [len(choice["logprobs"]["tokens"]) for choice in answer["choices"]] == [3, 3, 2, 2]
+    scoring = [submit.params.prompt_logprobs for submit in server.planner.submits]
+    assert scoring == [0, None, 0, None], "a prompt is scored once"
+
+
+@pytest.mark.parametrize("logprobs", [None, 1])
+def test_nothing_may_be_asked_for_beside_an_echo(server: Server, logprobs: int | None) -> None:
+    asked = {"prompt": "ab", "echo": True, "max_tokens": 0, "logprobs": logprobs}
+    answer = server.post("/v1/completions", **asked).json()
+    choice = answer["choices"][0]
+    assert (choice["text"], choice["finish_reason"]) == ("ab", "length")
+    assert answer["usage"]["completion_tokens"] == 0
+    if logprobs:
+        assert choice["logprobs"]["tokens"] == ["a", "b"]
+
+
+def test_an_echo_is_streamed_before_the_output(server: Server) -> None:
+    stream = server.openai.completions.create(model="tiny", prompt="ab", echo=True, stream=True)
+    assert "".join(chunk.choices[0].text for chunk in stream) == "abhello"
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_scores_by_token_id(server: Server, path: str) -> None:
+    given = {"prompt": "ab"} if path == "/v1/completions" else {"messages": USER}
+    answer = server.post(path, prompt_logprobs=1, **given).json()
+    holder = answer["choices"][0] if "prompt" in given else answer
+    first, second, *_ = holder["prompt_logprobs"]
+    assert first is None
+    assert second["65"] == {"logprob": -1.0, "rank": 1, "decoded_token": "A"}
+    assert len(second) == 2, "the token that was given, and the one that was thought of"
+    assert len(holder["prompt_logprobs"]) == answer["usage"]["prompt_tokens"]
 
 
 def test_chat_goes_through_the_template_and_parts_are_joined(server: Server) -> None:

@@ -147,6 +147,8 @@ class Tickets:
         self.ask(request, cache, now)
 
     def _missing(self, request: Request, cache: PageCache) -> list[bytes]:
+        if request.scores:
+            return []
         hashes = request.extend_hashes()
         return hashes[len(cache.tree.match(hashes)) :]
 
