@@ -24,7 +24,10 @@ class ControlTokens:
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        special = [token for token in backend.get_added_tokens_decoder().values() if token.special]
+        added = backend.get_added_tokens_decoder()
+        special = [token for token in added.values() if token.special]
+        self._ids = {index: token.content for index, token in added.items() if token.special}
+        self._stand_in = f"\ue000{secrets.token_hex(8)}\ue001"
         self.spellings = sorted({token.content for token in special}, key=len, reverse=True)
         self._pattern = re.compile("|".join(map(re.escape, self.spellings)) or r"(?!)")
         # Two characters tell most texts apart from all that spell one, and are found much faster.
@@ -63,15 +66,6 @@ class ControlTokens:
         ids = iter(real)
         encoded = self._blind.encode(text, add_special_tokens=False).ids
         return marks.take(rendered), [next(ids) if i == stand_in else i for i in encoded]
-
-    @cached_property
-    def _ids(self) -> dict[int, str]:
-        added = self._backend.get_added_tokens_decoder()
-        return {index: token.content for index, token in added.items() if token.special}
-
-    @cached_property
-    def _stand_in(self) -> str:
-        return f"\ue000{secrets.token_hex(8)}\ue001"
 
     @cached_property
     def _blind(self) -> Backend:

@@ -54,6 +54,10 @@ class _Vocabulary:
     def merges(self) -> list[tuple[str, str]]:
         """As stated. A space may begin a token, so the one that divides is looked for behind it."""
         found = []
+        if self.value("model") == "gpt2" and self.value("merges") is None:
+            raise ModelError(
+                f"{self.where}: its vocabulary has no merges; fetch it again or use another file"
+            )
         for merge in self.value("merges", []):
             at = merge.find(" ", 1)
             if at < 0:
