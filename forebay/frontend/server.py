@@ -140,6 +140,7 @@ async def serve_on(
             log_level="error",
             access_log=False,
             proxy_headers=False,
+            server_header=False,
             timeout_keep_alive=settings.keep_alive_s,
             timeout_graceful_shutdown=DRAIN_S,
         )
