@@ -20,7 +20,7 @@ REPORTS = frozenset(
     re.findall(r"^\| ([A-Z]\d+) \|", (ROOT / "docs/FIELD_REPORTS.md").read_text(), re.M)
 )
 # Not citations: tiers, number formats, lint codes, hardware.
-OTHERS = frozenset({"L1", "L2", "L3", "F16", "F32", "O3", "C11", "E731", "H20", "X1"})
+OTHERS = frozenset({"L1", "L2", "L3", "F16", "F32", "F64", "O3", "C11", "E731", "H20", "X1"})
 CODE = r"[A-Z]{1,2}\d{1,3}"
 LIST = rf"({CODE}[a-z]?\d?(?:(?:, | and | to )(?:rules? |field reports? )?{CODE}[a-z]?\d?)*)"
 CITED = re.compile(rf"\b(?:[Rr]ules?|[Ff]ield reports?) {LIST}")

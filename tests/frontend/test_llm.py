@@ -141,7 +141,7 @@ def test_what_cannot_be_served_is_refused_and_the_engine_lives_on(llm: LLM) -> N
     with pytest.raises(ValueError, match="stop_token_ids has the token id 999"):
         llm.generate("x", GREEDY.replace(stop_token_ids=(999,)))
     with pytest.raises(SettingsError, match="not available yet"):
-        LLM("demo", store="valkey://127.0.0.1:1/0")
+        LLM("demo", dp=2)
     assert llm.generate("x", GREEDY)
 
 
