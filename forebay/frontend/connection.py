@@ -9,8 +9,9 @@ wrong with a later request is said in its place.
 An offer to upgrade (to HTTP/2, to WebSocket) is not taken, and so changes nothing: the request is read once more without it, by a
 parser that then knows whose the body is.
 
-A body that nobody reads any more, since the answer did not need it, has `DROP_S` to come to its end, also where the answer is the
-last of its connection: closing with bytes unread would reset the connection, and take the answer with it. A client that takes
+A body that nobody reads any more, since the answer did not need it, has `DROP_S` to come to its end. After the last answer of a
+connection only our half is closed, and what still comes is dropped for as long: closing with bytes unread would reset the
+connection, and take the answer with it. A client that takes
 nothing of what is sent to it is left to the kernel (`server.listen`).
 """
 
@@ -66,6 +67,7 @@ class Connection(asyncio.Protocol):
         self._can_write = asyncio.Event()
         self._can_write.set()
         self._is_paused = False
+        self._is_ending = False
 
     # ------------------------------------------------------------------------------------------ asyncio's calls
 
@@ -102,7 +104,8 @@ class Connection(asyncio.Protocol):
         self._can_write.set()
 
     def shutdown(self) -> None:
-        """The server ends: no request more than those that are here."""
+        """The server ends: no request more than the one that is being answered, and no waiting for the client."""
+        self._is_ending = True
         if self._active is None:
             self._transport.close()
         else:
@@ -268,7 +271,7 @@ class Connection(asyncio.Protocol):
         if self._transport.is_closing():
             return
         if not exchange.keep_alive:
-            self._end(exchange.is_received)
+            self._end()
             return
         if self._queue:
             self._run(self._queue.popleft())
@@ -286,13 +289,13 @@ class Connection(asyncio.Protocol):
 
     # ------------------------------------------------------------------------------------------ ends
 
-    def _end(self, is_received: bool) -> None:
-        """The last answer of this connection is given. What still comes of a body is dropped."""
+    def _end(self) -> None:
+        """The last answer of this connection is given. What still comes is dropped."""
         self._is_deaf = True
         for exchange in self._queue:
             exchange.lose()
         self._queue.clear()
-        if is_received:
+        if self._is_ending:
             self._transport.close()
         else:
             self._half_close()

@@ -127,6 +127,19 @@ def test_nothing_after_a_last_request_is_one(server: Server) -> None:
     assert statuses(talk(server, LAST + HIDDEN)) == [200]
 
 
+def test_a_last_answer_is_not_lost_to_what_comes_after_it(server: Server) -> None:
+    """Closing with bytes unread would reset the connection, and the client's kernel would drop the answer."""
+    with socket.create_connection(("127.0.0.1", server.port), DEADLINE_S) as client:
+        client.sendall(LAST)
+        assert client.recv(1) == b"H"
+        for _ in range(100):
+            client.sendall(HIDDEN)
+        got = b"H"
+        while part := client.recv(1 << 16):
+            got += part
+    assert statuses(got) == [200]
+
+
 def test_many_requests_at_once_are_answered_in_their_order(server: Server) -> None:
     paths = [b"/version", b"/health", b"/nowhere", b"/v1/models"] * 50
     sent = b"".join(b"GET %s HTTP/1.1\r\nHost: x\r\n\r\n" % path for path in paths)
