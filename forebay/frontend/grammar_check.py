@@ -48,7 +48,8 @@ class GrammarCheck:
         """What is wrong with ``grammar``, "" if nothing is. Raises ``GrammarBusy``."""
         if grammar not in self._known:
             try:
-                await asyncio.wait_for(self._turn.acquire(), START_TIMEOUT_S)
+                async with asyncio.timeout(START_TIMEOUT_S):
+                    await self._turn.acquire()
             except TimeoutError:
                 raise GrammarBusy("too many grammars are being compiled; try again later") from None
             try:
@@ -61,8 +62,11 @@ class GrammarCheck:
         self._known.move_to_end(grammar)
         return self._known[grammar]
 
-    def close(self) -> None:
+    async def close(self) -> None:
+        child = self._child
         self._end()
+        if child is not None:
+            await child.wait()
 
     async def _ask(self, grammar: Grammar) -> str:
         child = await self._started()

@@ -163,6 +163,7 @@ async def serve_on(
         announcement.cancel()
         engine.close()
         service.encoder.close()
+        await service.grammars.close()
     return ending.status
 
 
