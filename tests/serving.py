@@ -12,6 +12,7 @@ import psutil
 
 from forebay.runtime.boot import set_death_signal
 from tests.pace import paced
+from tests.warm_cache import warm_cache
 
 DEADLINE_S = paced(90.0)
 OPTIONS = ["--pp", "2", "--page-size", "8", "--device-memory", "4MiB", "--threads-per-rank", "1"]
@@ -105,7 +106,9 @@ def spawn_server(
         *more,
     ]
     variables = (
-        os.environ | {"PYTHONUNBUFFERED": "1", "FOREBAY_CACHE_DIR": str(cache_dir)} | environment
+        os.environ
+        | {"PYTHONUNBUFFERED": "1", "FOREBAY_CACHE_DIR": str(warm_cache(cache_dir))}
+        | environment
     )
     return subprocess.Popen(
         command,

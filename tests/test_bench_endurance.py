@@ -10,6 +10,7 @@ from forebay.bench import endurance
 from forebay.bench.endurance import MIB, EnduranceError, Usage
 from forebay.cli.main import run
 from tests.frontend.tiny_text import write_random_weights, write_text_model
+from tests.warm_cache import warm_cache
 
 
 def usage(
@@ -96,7 +97,7 @@ def test_a_leak_in_a_real_server_is_called_out(
 ) -> None:
     (tmp_path / "sitecustomize.py").write_text(LEAK)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
-    monkeypatch.setenv("FOREBAY_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("FOREBAY_CACHE_DIR", str(warm_cache(tmp_path / "cache")))
     model = write_random_weights(write_text_model(tmp_path / "model"))
     options = [
         "--page-size",
@@ -120,7 +121,7 @@ def test_a_leak_in_a_real_server_is_called_out(
 def test_a_short_run_meets_every_kind_of_request_and_gives_all_pages_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("FOREBAY_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("FOREBAY_CACHE_DIR", str(warm_cache(tmp_path / "cache")))
     model = write_random_weights(write_text_model(tmp_path / "model"))
     options = [
         "--pp",

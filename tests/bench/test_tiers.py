@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from forebay.cache import cache_directory
 from forebay.cli.main import app
 from tests.frontend.tiny_text import write_random_weights, write_text_model
+from tests.warm_cache import warm_cache
 
 OPTIONS = ["--page-size", "16", "--repeat", "2", "--json"]
 
@@ -16,9 +16,7 @@ OPTIONS = ["--page-size", "16", "--repeat", "2", "--json"]
 @pytest.fixture
 def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """With a cache directory of its own, but for the compiled kernels."""
-    (tmp_path / "cache").mkdir()
-    (tmp_path / "cache" / "native").symlink_to(cache_directory() / "native")
-    monkeypatch.setenv("FOREBAY_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("FOREBAY_CACHE_DIR", str(warm_cache(tmp_path / "cache")))
     path = tmp_path / "model"
     write_text_model(path)
     return write_random_weights(path)

@@ -13,6 +13,7 @@ import pytest
 
 from tests.frontend.tiny_text import write_random_weights, write_text_model
 from tests.pace import paced
+from tests.warm_cache import warm_cache
 
 DEADLINE_S = paced(120.0)
 LOAD = [
@@ -47,7 +48,7 @@ def start(model: Path, cache: Path, *more: str) -> "subprocess.Popen[str]":
         "embedded",
         *more,
     ]
-    environment = os.environ | {"FOREBAY_CACHE_DIR": str(cache)}
+    environment = os.environ | {"FOREBAY_CACHE_DIR": str(warm_cache(cache))}
     return subprocess.Popen(
         command,
         stdout=subprocess.PIPE,

@@ -18,6 +18,7 @@ from tests.frontend.served import until
 from tests.frontend.tiny_text import write_random_weights, write_text_model
 from tests.pace import paced
 from tests.unhurried import unhurried
+from tests.warm_cache import warm_cache
 
 PROMPT = "The water that gathers ahead of the turbines is called the forebay."
 
@@ -34,6 +35,8 @@ def serve(tmp_path: Path) -> Iterator[Callable[..., Served]]:
     started: list[Served] = []
 
     def start(*more: str) -> Served:
+        if not (tmp_path / "cache").is_file():
+            warm_cache(tmp_path / "cache")
         command = [
             *FOREBAY,
             "serve",

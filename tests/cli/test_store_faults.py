@@ -23,6 +23,7 @@ from tests.cli.test_served_model import DEADLINE_S, FOREBAY, OPTIONS, Served
 from tests.frontend.tiny_text import write_random_weights, write_text_model
 from tests.store.store_cluster import wait_for
 from tests.store.store_process import Process, farm
+from tests.warm_cache import warm_cache
 
 PAGE = 8
 PAGES = 6
@@ -33,7 +34,10 @@ Start = Callable[..., Served]
 def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
     path = tmp_path_factory.mktemp("faults")
     model = write_random_weights(write_text_model(path / "model"))
-    environment = os.environ | {"PYTHONUNBUFFERED": "1", "FOREBAY_CACHE_DIR": str(path / "cache")}
+    environment = os.environ | {
+        "PYTHONUNBUFFERED": "1",
+        "FOREBAY_CACHE_DIR": str(warm_cache(path / "cache")),
+    }
     started: list[Served] = []
 
     def start(store: str, *options: str) -> Served:

@@ -18,6 +18,7 @@ from forebay.models.kv_format import KvFormat
 from forebay.models.llama import Kernels, Stage, load_stage
 from forebay.models.resolve import resolve_model
 from forebay.models.shard import shards
+from tests.warm_cache import warm_cache
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -103,9 +104,11 @@ def pipeline() -> Callable[..., Pipeline]:
 
 @pytest.fixture(scope="session")
 def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One cache for the session, unless the caller already keeps one."""
-    path = Path(os.environ.get("FOREBAY_TEST_CACHE_DIR") or tmp_path_factory.mktemp("cache"))
-    os.environ["FOREBAY_CACHE_DIR"] = str(path)
+    """One cache for the session and all its processes, unless the caller already keeps one."""
+    base = tmp_path_factory.getbasetemp()
+    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    path = Path(os.environ.get("FOREBAY_TEST_CACHE_DIR") or shared / "cache")
+    os.environ["FOREBAY_CACHE_DIR"] = str(warm_cache(path))
     return path
 
 

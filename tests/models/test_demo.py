@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 import torch
 
@@ -51,9 +53,15 @@ def reference_run(model, prompt, steps):
     return tokens, torch.stack(rows)
 
 
-def check(demo, reference, pipeline, *, count, steps, stage_counts, dtype):
+@pytest.fixture(scope="module")
+def models(demo, pipeline):
+    """The model over so many stages, loaded once for all tests."""
+    return cache(lambda pp, dtype: pipeline(demo, pp, dtype, pages=16, page=64))
+
+
+def check(demo, reference, models, *, count, steps, stage_counts, dtype):
     oracle = reference(demo, dtype)
-    models = [pipeline(demo, pp, dtype, pages=8, page=64) for pp in stage_counts]
+    models = [models(pp, dtype) for pp in stage_counts]
     for prompt in prompts(Tokenizer(demo), count):
         tokens, logits = reference_run(oracle, prompt, steps)
         for model in models:
@@ -75,26 +83,26 @@ def assert_close_call(ours, theirs, logits):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_same_text_as_transformers(demo, reference, pipeline, dtype):
-    check(demo, reference, pipeline, count=2, steps=12, stage_counts=(1, 4), dtype=dtype)
+def test_same_text_as_transformers(demo, reference, models, dtype):
+    check(demo, reference, models, count=2, steps=12, stage_counts=(1, 4), dtype=dtype)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_same_text_as_transformers_on_twenty_prompts(demo, reference, pipeline, dtype):
-    check(demo, reference, pipeline, count=20, steps=64, stage_counts=(1, 2, 4), dtype=dtype)
+def test_same_text_as_transformers_on_twenty_prompts(demo, reference, models, dtype):
+    check(demo, reference, models, count=20, steps=64, stage_counts=(1, 2, 4), dtype=dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_cached_prefix_gives_the_same_next_token(demo, pipeline, dtype):
+def test_cached_prefix_gives_the_same_next_token(demo, models, dtype):
     """A 700-token prompt in one pass, in chunks, and with its pages borrowed for a full hit."""
     prompt = (prompts(Tokenizer(demo), 20)[0] * 40)[:704]
     table = list(range(3, 14))
-    cold = pipeline(demo, 1, dtype, pages=16, page=64)
+    cold = models(1, dtype)
     whole = cold.run(prompt, [SequenceWork(704, 0, table, sample=True)])[0]
     full_hit = cold.run(prompt[-1:], [SequenceWork(1, 703, table, write_from=704, sample=True)])[0]
-    chunked = pipeline(demo, 2, dtype, pages=16, page=64)
+    chunked = models(4, dtype)
     for start in range(0, 704, 192):
         rows = min(192, 704 - start)
         last = chunked.run(

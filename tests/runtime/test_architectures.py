@@ -16,6 +16,7 @@ from tests.models.gguf_writer import write_gguf
 from tests.runtime import tiny_llama
 from tests.runtime.scripted_planner import ScriptedPlanner
 from tests.runtime.test_worker_text import story
+from tests.warm_cache import warm_cache
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "Llama": {},
@@ -67,7 +68,7 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
             model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
             written = write_gguf(directory / "tiny.gguf", name, model)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("FOREBAY_CACHE_DIR", str(directory / "cache"))
+            patch.setenv("FOREBAY_CACHE_DIR", str(warm_cache(directory / "cache")))
             return convert_gguf(written), source
 
     return made

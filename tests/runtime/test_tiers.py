@@ -1,6 +1,7 @@
 """The tiers for real: processes, files, and the text that must not depend on where KV came from."""
 
 import random
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -72,9 +73,31 @@ def plain(model: Path) -> list[list[int]]:
     return text(run(model, prompts(12, seed=1), host_memory=1))
 
 
+@pytest.fixture(scope="module")
+def cached_on_device(model: Path) -> int:
+    """How much is cached where device memory is little and all there is."""
+    return cached(run(model, prompts(12, seed=1), pp=2, device_memory="80KiB", host_memory=1))
+
+
+@pytest.fixture(scope="module")
+def first(
+    model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[list[RequestOutput], Path]:
+    """The run that fills a store, and the store's directory."""
+    pages = tmp_path_factory.mktemp("first") / "pages"
+    return run(model, prompts(12, seed=1), pp=2, store=f"file:{pages}"), pages
+
+
+@pytest.fixture
+def store(first: tuple[list[RequestOutput], Path], tmp_path: Path) -> str:
+    """A test's own copy of the filled store."""
+    shutil.copytree(first[1], tmp_path / "pages")
+    return f"file:{tmp_path / 'pages'}"
+
+
 @pytest.mark.parametrize("policy", ["write-through", "write-through-selective", "write-back"])
 def test_text_is_the_same_when_prefixes_go_to_host_memory_and_back(
-    model: Path, plain: list[list[int]], policy: str
+    model: Path, plain: list[list[int]], cached_on_device: int, policy: str
 ) -> None:
     outputs = run(
         model,
@@ -85,22 +108,19 @@ def test_text_is_the_same_when_prefixes_go_to_host_memory_and_back(
         write_policy=policy,
     )
     assert text(outputs) == plain
-    on_device_alone = run(model, prompts(12, seed=1), pp=2, device_memory="80KiB", host_memory=1)
-    assert policy == "write-through-selective" or cached(outputs) > cached(on_device_alone)
+    assert policy == "write-through-selective" or cached(outputs) > cached_on_device
 
 
 def test_a_restarted_server_is_warm_from_the_store(
-    model: Path, plain: list[list[int]], tmp_path: Path
+    model: Path, plain: list[list[int]], first: tuple[list[RequestOutput], Path], store: str
 ) -> None:
     work = prompts(12, seed=1)
-    url = f"file:{tmp_path / 'pages'}"
-    first = run(model, work, pp=2, store=url)
-    again = run(model, work, pp=2, store=url, fetch_policy="wait")
-    assert text(first) == text(again) == plain
+    again = run(model, work, pp=2, store=store, fetch_policy="wait")
+    assert text(first[0]) == text(again) == plain
     assert again[0].num_cached_tokens == len(work[0]) // PAGE * PAGE, (
         "every full page of it was stored"
     )
-    assert cached(again) > cached(first)
+    assert cached(again) > cached(first[0])
 
 
 @pytest.mark.parametrize("route", ["ticket", "staged"])
@@ -125,17 +145,19 @@ def test_with_staging_host_pages_the_store_is_all_that_is_below_the_device(
 
 @pytest.mark.parametrize("tp", [1, 2])
 def test_the_staged_route_brings_the_same_pages_stage_by_stage(
-    model: Path, plain: list[list[int]], tmp_path: Path, tp: int
+    model: Path,
+    plain: list[list[int]],
+    first: tuple[list[RequestOutput], Path],
+    store: str,
+    tp: int,
 ) -> None:
     work = prompts(12, seed=1)
-    url = f"file:{tmp_path / 'pages'}"
-    first = run(model, work, pp=2, tp=tp, store=url, fetch_route="off")
-    again = run(model, work, pp=2, tp=tp, store=url, fetch_route="staged", fetch_policy="wait")
-    assert text(first) == text(again) == plain
+    again = run(model, work, pp=2, tp=tp, store=store, fetch_route="staged", fetch_policy="wait")
+    assert text(again) == plain
     assert again[0].num_cached_tokens == len(work[0]) // PAGE * PAGE, (
         "every full page of it was stored"
     )
-    assert cached(again) > cached(first)
+    assert cached(again) > cached(first[0])
 
 
 @pytest.mark.parametrize("kv_dtype", ["float16", "int8", "fp8_e4m3"])
@@ -151,8 +173,9 @@ def test_quantised_pages_come_back_from_every_tier_as_they_were(
     again = run(model, work, store=url, fetch_policy="wait", **settings)
     assert text(moved) == text(again) == text(alone)
     assert any(path.is_file() for path in (tmp_path / "pages").rglob("*"))
-    other = run(model, work[:1], store=url, fetch_policy="wait", pp=2)
-    assert cached(other) == 0, "pages of another format are other pages"
+    if kv_dtype == "int8":
+        other = run(model, work[:1], store=url, fetch_policy="wait", pp=2)
+        assert cached(other) == 0, "pages of another format are other pages"
 
 
 def test_copies_and_reads_take_a_bounded_share_of_the_cores(model: Path, tmp_path: Path) -> None:
