@@ -20,11 +20,8 @@ from typing import Any
 import uvicorn
 import uvloop
 
-from forebay.frontend.app import build_app
-from forebay.frontend.connection import Connection
 from forebay.frontend.engine import Engine, EngineDown, Planner
 from forebay.frontend.model import ServedModel, load_served_model
-from forebay.frontend.service import Service
 from forebay.models.resolve import resolve_model
 from forebay.observe.flight import save_incident
 from forebay.observe.metrics import Metrics
@@ -126,6 +123,11 @@ async def serve_on(
 ) -> int:
     """Serve over listening sockets until SIGINT, SIGTERM or the engine's death; the exit status. ``on_ending``: called as soon as
     one of them has come."""
+    # FastAPI takes long to import: the planner and its ranks start meanwhile.
+    from forebay.frontend.app import build_app
+    from forebay.frontend.connection import Connection
+    from forebay.frontend.service import Service
+
     started_at = time.monotonic()
     metrics = Metrics()
     engine = Engine(planner, metrics)

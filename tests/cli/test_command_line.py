@@ -88,9 +88,9 @@ def test_a_mistake_is_one_line(
     "arguments",
     [
         ["serve", "demo", "--dp", "2"],
-        ["serve", "demo", "--store", "valkey://h:1/0"],
+        ["serve", "demo", "--nnodes", "2"],
         ["serve", "demo", "--dynamic-chunking"],
-        ["generate", "demo", "hi", "--store", "valkey://h:1/0"],
+        ["generate", "demo", "hi", "--dp", "2"],
         ["doctor", "file"],
     ],
 )
@@ -220,6 +220,17 @@ def test_help_loads_nothing_heavy() -> None:
         "import sys; from forebay.cli.main import run; status = run(['--help']); "
         "heavy = {'torch', 'fastapi', 'uvicorn', 'tokenizers', 'zmq', 'transformers'} & set(sys.modules); "
         "sys.exit(f'loaded {sorted(heavy)}' if heavy or status else 0)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=paced(60)
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_what_starts_the_planner_does_not_wait_for_the_http_application() -> None:
+    script = (
+        "import sys, forebay.frontend.server; "
+        "sys.exit(' '.join({'torch', 'fastapi', 'pydantic'} & set(sys.modules)) or 0)"
     )
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=paced(60)
