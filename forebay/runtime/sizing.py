@@ -14,7 +14,7 @@ from forebay.models.config import ModelConfig
 from forebay.models.shard import shard_parameters, shards
 from forebay.runtime.start_error import StartError
 from forebay.settings import Device, Settings, format_size
-from forebay.store.backends.embedded import default_dram
+from forebay.store.backends.embedded import DRAM_PART, private_dram
 
 # Of the memory that is free at the start, for the device pages of all ranks when the device is the
 # CPU. Host pages take twice as much; weights and everything else share the rest.
@@ -25,7 +25,7 @@ HOST_FACTOR = 2
 KV_SHARE_OF_REST = 0.8
 # Private memory of processes with a tiny model, measured, and some more.
 RANK_BYTES = 200 << 20
-SERVER_BYTES = 130 << 20  # frontend and planner
+SERVER_BYTES = 100 << 20  # the planner, and what the frontend, which measures, will grow by
 STORE_BYTES = 40 << 20
 # A server whose pages hold fewer tokens than this (or than the model's longest) is of no use.
 LEAST_TOKENS = 2048
@@ -42,15 +42,26 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Needs:
-    """Bytes that a server takes whatever is cached, and the pages that it needs at least."""
+    """Bytes that a server takes whatever is cached, and the pages that it needs at least.
+    ``has_private_store``: its memory is a share of what is free (`default_dram`)."""
 
     weights: int
     processes: int
     least_pages: int
+    has_private_store: bool = False
 
     @property
     def fixed(self) -> int:
         return self.weights + self.processes
+
+    def store_bytes(self, available: int) -> int:
+        return private_dram(available) if self.has_private_store else 0
+
+    @property
+    def least(self) -> int:
+        """What must be free for all of it, and for the store's share of that."""
+        own = self.fixed + int(self.least_pages / KV_SHARE_OF_REST)
+        return own + self.store_bytes(own * DRAM_PART // (DRAM_PART - 1))
 
 
 def needs_of(config: ModelConfig, settings: Settings, dtype: str, kv_dtype: str) -> Needs:
@@ -63,14 +74,16 @@ def needs_of(config: ModelConfig, settings: Settings, dtype: str, kv_dtype: str)
         for shard in stage
     )
     processes = SERVER_BYTES + ranks * RANK_BYTES
-    if settings.store.partition("?")[0].partition(":")[0] == "embedded":
-        processes += STORE_BYTES + default_dram()
+    has_private_store = settings.store.partition("?")[0].partition(":")[0] == "embedded"
+    if has_private_store:
+        processes += STORE_BYTES
     tokens = min(config.max_context, settings.max_context or config.max_context, LEAST_TOKENS)
     numbers = 2 * config.layers * config.kv_heads * config.head_dim * tokens
     return Needs(
         parameters * _NUMBER_BYTES[dtype] if on_cpu else 0,
         processes,
         numbers * _NUMBER_BYTES[kv_dtype] * (1 + HOST_FACTOR if on_cpu else HOST_FACTOR),
+        has_private_store,
     )
 
 
@@ -80,10 +93,8 @@ def choose_sizes(settings: Settings, needs: Needs, memory: machine.Memory) -> Si
     ranks = settings.pp * settings.tp
     if settings.device_memory is None or settings.host_memory is None:
         _check_model(needs, memory)
-    free = min(
-        KV_SHARE * memory.available,
-        KV_SHARE_OF_REST * (memory.available - needs.fixed) / (1 + HOST_FACTOR),
-    )
+    rest = memory.available - needs.fixed - needs.store_bytes(memory.available)
+    free = min(KV_SHARE * memory.available, KV_SHARE_OF_REST * rest / (1 + HOST_FACTOR))
     share = max(int(free), 1) // ranks
     device = settings.device_memory
     if device is None:
@@ -116,14 +127,14 @@ def threads_per_rank(settings: Settings) -> int:
 
 
 def _check_model(needs: Needs, memory: machine.Memory) -> None:
-    missing = needs.fixed + needs.least_pages - memory.available
+    missing = needs.least - memory.available
     if missing > 0:
         raise StartError(
-            f"the model needs about {format_size(needs.fixed + needs.least_pages)} "
+            f"the model needs about {format_size(needs.least)} "
             f"(weights {format_size(needs.weights)}, processes {format_size(needs.processes)}, "
             f"pages {format_size(needs.least_pages)}); {memory.where} is "
             f"{format_size(memory.limit)}, of which {format_size(memory.available)} is free; "
-            f"give it {format_size(memory.limit + missing)}, or serve a smaller model"
+            f"give it {_enough(memory.limit + missing)}, or serve a smaller model"
         )
 
 
@@ -133,8 +144,13 @@ def _check_pages(pages: int, ranks: int, needs: Needs, memory: machine.Memory) -
         raise StartError(
             f"--device-memory and --host-memory come to {format_size(pages)} over {ranks} rank(s), "
             f"weights and processes to about {format_size(needs.fixed)}; {memory.where} is "
-            f"{format_size(memory.limit)}; give less, or {format_size(wanted)} of memory"
+            f"{format_size(memory.limit)}; give less, or {_enough(wanted)} of memory"
         )
+
+
+def _enough(size: int) -> str:
+    """A little more: all of this is about, and the number must do once it is rounded."""
+    return format_size(int(1.02 * size))
 
 
 def _say(flag: str, size: int, ranks: int) -> None:

@@ -147,8 +147,13 @@ class EmbeddedStore:
 
 
 def default_dram() -> int:
-    """Where nobody gave a size: less where little memory is free."""
-    return min(DEFAULT_DRAM, machine.memory().available // DRAM_PART)
+    """Where nobody gave a size."""
+    return private_dram(machine.memory().available)
+
+
+def private_dram(available: int) -> int:
+    """Of ``available`` bytes: less where little memory is free."""
+    return min(DEFAULT_DRAM, available // DRAM_PART)
 
 
 def default_directory() -> Path:
