@@ -67,6 +67,15 @@ def cores(root: Path = Path("/")) -> Cores:
     return Cores(max(int(min([present, *quotas])), 1), present)
 
 
+def shared_memory(root: Path = Path("/")) -> int:
+    """Bytes free in /dev/shm, which container engines make small; 0 where there is none."""
+    try:
+        status = os.statvfs(root / "dev/shm")
+    except OSError:
+        return 0
+    return status.f_bavail * status.f_frsize
+
+
 def _groups(root: Path, controller: str) -> Iterator[Path]:
     """The control groups that this process is in, from the innermost to the root of the tree."""
     top = root / _GROUPS

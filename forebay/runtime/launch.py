@@ -22,7 +22,7 @@ from forebay.models.shard import check_tp, split_layers
 from forebay.models.tensors import check_checkpoint
 from forebay.observe.events import Rings
 from forebay.runtime.boot import PlannerBoot, frame_boot, new_endpoint, new_identity, ring_names
-from forebay.runtime.sizing import choose_sizes, needs_of, threads_per_rank
+from forebay.runtime.sizing import choose_sizes, needs_of, threads_per_rank, warn_of_shared_memory
 from forebay.runtime.spawn import is_stopped
 from forebay.runtime.start_error import StartError
 from forebay.settings import DType, KvDType, Settings
@@ -96,6 +96,7 @@ def _boot(model: ResolvedModel, settings: Settings) -> PlannerBoot:
     kv_dtype = dtype if settings.kv_dtype is KvDType.AUTO else settings.kv_dtype.value
     needs = needs_of(config, settings, dtype, kv_dtype)
     sizes = choose_sizes(settings, needs, machine.memory())
+    warn_of_shared_memory(settings)
     return PlannerBoot(
         model_path=str(model.path),
         marks=marks,

@@ -27,6 +27,7 @@ KV_SHARE_OF_REST = 0.8
 RANK_BYTES = 200 << 20
 SERVER_BYTES = 100 << 20  # the planner, and what the frontend, which measures, will grow by
 STORE_BYTES = 40 << 20
+NCCL_BYTES = 64 << 20  # of /dev/shm for each rank, some more than its buffers for one peer
 # A server whose pages hold fewer tokens than this (or than the model's longest) is of no use.
 LEAST_TOKENS = 2048
 _NUMBER_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "fp8_e4m3": 1}
@@ -124,6 +125,19 @@ def threads_per_rank(settings: Settings) -> int:
             file=sys.stderr,
         )
     return threads
+
+
+def warn_of_shared_memory(settings: Settings) -> None:
+    """NCCL alone has names in /dev/shm, for GPUs that cannot reach each other's memory; everything of
+    Forebay's is anonymous. What it lacks there it says less plainly."""
+    ranks = settings.pp * settings.tp
+    needed, there = ranks * NCCL_BYTES, machine.shared_memory()
+    if settings.device is Device.CUDA and ranks > 1 and there < needed:
+        print(
+            f"forebay: NCCL may need {format_size(needed)} of /dev/shm for {ranks} ranks, and "
+            f"{format_size(there)} is free; give the container more (--shm-size {format_size(needed)})",
+            file=sys.stderr,
+        )
 
 
 def _check_model(needs: Needs, memory: machine.Memory) -> None:

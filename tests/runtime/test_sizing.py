@@ -6,7 +6,7 @@ import pytest
 
 from forebay import machine
 from forebay.machine import Cores, Memory
-from forebay.runtime.sizing import Needs, choose_sizes, threads_per_rank
+from forebay.runtime.sizing import Needs, choose_sizes, threads_per_rank, warn_of_shared_memory
 from forebay.runtime.start_error import StartError
 from forebay.settings import Settings, parse_size, resolve
 
@@ -70,6 +70,28 @@ def test_who_gives_both_sizes_is_asked_only_whether_they_fit() -> None:
     assert choose_sizes(both, NEEDS, box(tight, 0)).host_memory == 2 * MIB
     with pytest.raises(StartError):
         choose_sizes(both, NEEDS, box(tight - 1))
+
+
+@pytest.mark.parametrize(
+    ("given", "there", "is_said"),
+    [
+        ({"device": "cuda", "tp": 2}, 64 * MIB, True),
+        ({"device": "cuda", "tp": 2}, GIB, False),
+        ({"device": "cuda"}, 0, False),
+        ({"tp": 2}, 0, False),
+    ],
+)
+def test_a_shortage_in_dev_shm_is_said_where_something_uses_it(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    given: dict,
+    there: int,
+    is_said: bool,
+) -> None:
+    monkeypatch.setattr(machine, "shared_memory", lambda: there)
+    warn_of_shared_memory(settings(**given))
+    said = capsys.readouterr().err
+    assert ("may need 128.00MiB of /dev/shm for 2 ranks, and 64.00MiB is free" in said) is is_said
 
 
 def test_a_quota_is_shared_out_and_said(
