@@ -62,6 +62,10 @@ class ReasoningParserName(StrEnum):
 class Kernels(StrEnum):
     AUTO = "auto"
     NATIVE = "native"
+    NATIVE_AVX512BF16 = "native:avx512bf16"
+    NATIVE_AVX512 = "native:avx512"
+    NATIVE_AVX2 = "native:avx2"
+    NATIVE_PLAIN = "native:plain"
     TORCH = "torch"
 
 
@@ -215,7 +219,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     kernels: Annotated[
         Kernels,
         Setting(
-            "what computes; auto = on a CPU compiled for this machine at first use, where there is a C compiler, else PyTorch's"
+            "what computes; auto = on a CPU compiled for this machine at first use, where there is a"
+            " C compiler, else PyTorch's; native = compiled or an error; native:NAME = compiled for"
+            " that set of instructions"
         ),
     ] = Kernels.AUTO
     threads_per_rank: Annotated[

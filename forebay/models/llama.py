@@ -25,7 +25,7 @@ from forebay.models.errors import ModelError
 from forebay.models.kv import KVPool
 from forebay.models.kv_format import KvFormat
 from forebay.models.layers import Head, Layers, LayerWeights, Matrix, TorchLayers
-from forebay.models.native.build import NoKernels
+from forebay.models.native.build import AUTO, NoKernels
 from forebay.models.native.engine import NativeLayers, refuse_format
 from forebay.models.rope import RopeTable
 from forebay.models.shard import Shard, check_tp
@@ -34,11 +34,21 @@ from forebay.models.weights import Checkpoint
 
 
 class Kernels(StrEnum):
-    """What computes: `AUTO` = compiled for this machine where that is possible, else PyTorch's; `NATIVE` = compiled or not at all."""
+    """What computes: `AUTO` = compiled for this machine where that is possible, else PyTorch's;
+    `NATIVE` = compiled or not at all; `NATIVE_...` = that build of `models.native.build`."""
 
     AUTO = "auto"
     NATIVE = "native"
+    NATIVE_AVX512BF16 = "native:avx512bf16"
+    NATIVE_AVX512 = "native:avx512"
+    NATIVE_AVX2 = "native:avx2"
+    NATIVE_PLAIN = "native:plain"
     TORCH = "torch"
+
+    @property
+    def build(self) -> str:
+        """Of the compiled library."""
+        return self.value.partition(":")[2] or AUTO
 
 
 class Stage:
@@ -127,22 +137,23 @@ def _layers(
     try:
         if kernels is not Kernels.TORCH and loader.device.type == "cpu":
             for form in kv_formats:
-                refuse_format(form)
+                refuse_format(form, kernels.build)
+            threads = torch.get_num_threads()
             return NativeLayers(
-                config, shard, dtype, rope, loader.layers(), head, torch.get_num_threads()
+                config, shard, dtype, rope, loader.layers(), head, threads, kernels.build
             ), ""
     except NoKernels as error:
-        if kernels is Kernels.NATIVE:
-            raise ModelError(f"--kernels native: {error}; use --kernels auto") from error
+        if kernels is not Kernels.AUTO:
+            raise ModelError(f"--kernels {kernels}: {error}; use --kernels auto") from error
         without = f"compiled kernels: {error}"
         print(
             f"forebay: no compiled kernels: {error}; PyTorch's are used, which is slower",
             file=sys.stderr,
             flush=True,
         )
-    if kernels is Kernels.NATIVE:
+    if kernels not in (Kernels.AUTO, Kernels.TORCH):
         raise ModelError(
-            f"--kernels native: they are for a CPU, not for {loader.device.type}; use --kernels auto"
+            f"--kernels {kernels}: they are for a CPU, not for {loader.device.type}; use --kernels auto"
         )
     return TorchLayers(config, shard, dtype, rope, loader.layers(), head), without
 

@@ -24,12 +24,11 @@ from forebay.models.config import ModelConfig
 from forebay.models.kv import KVPool
 from forebay.models.kv_format import KvFormat
 from forebay.models.layers import Head, LayerWeights, Matrix
-from forebay.models.native.build import NoKernels, library
+from forebay.models.native.build import AUTO, NoKernels, library
 from forebay.models.rank_sum import sum_over_ranks
 from forebay.models.rope import RopeTable
 from forebay.models.shard import Shard
 
-LANES = 16
 GROUPS_MAX = 48
 _DTYPES = (torch.float32, torch.bfloat16)
 _KV_FORMATS = ("float32", "bfloat16", "float16", "int8", "fp8_e4m3")
@@ -99,13 +98,16 @@ class NativeLayers:
         weights: Iterable[LayerWeights],
         head: Head | None,
         threads: int,
+        build: str = AUTO,
     ) -> None:
-        """Raises `NoKernels` when the library cannot be had or does not know such a model; then nothing of ``weights`` was read."""
+        """``build``: of `native.build`. Raises `NoKernels` when the library cannot be had or does not
+        know such a model; then nothing of ``weights`` was read."""
         refuse_unknown(config, shard, dtype)
-        self._library = _bind(library())
+        self._library = _bind(library(build))
         self._config = config
         self._shard = shard
         self._dtype = dtype
+        self._build = build
         self._rope = rope
         self._threads = threads
         self._kept: list[Tensor] = []
@@ -188,7 +190,7 @@ class NativeLayers:
         """Have an engine for this pool's format, and its addresses."""
         if self._kv is not None and self._kv() is kv:
             return
-        refuse_format(kv.form)
+        refuse_format(kv.form, self._build)
         config, shard = self._config, self._shard
         shape = _Shape(
             _DTYPES.index(self._dtype),
@@ -246,7 +248,7 @@ class NativeLayers:
         )
 
     def _pack(self, matrix: Matrix) -> int:
-        return self._keep(pack(matrix.weight))
+        return self._keep(pack(matrix.weight, self._library.forebay_panel()))
 
     def _keep(self, tensor: Tensor) -> int:
         """The address of a tensor that now lives as long as these layers."""
@@ -282,20 +284,21 @@ def refuse_unknown(config: ModelConfig, shard: Shard, dtype: torch.dtype) -> Non
         )
 
 
-def refuse_format(form: KvFormat) -> None:
+def refuse_format(form: KvFormat, build: str = AUTO) -> None:
     """Raise `NoKernels` for pages that this build of the library has no code for."""
-    if not library().forebay_knows(_KV_FORMATS.index(form.name)):
+    if not library(build).forebay_knows(_KV_FORMATS.index(form.name)):
         raise NoKernels(
             f"the C compiler does not know {form.name}, which KV pages are kept in (--kv-dtype)"
         )
 
 
-def pack(weight: Tensor) -> Tensor:
-    """`weight (out, in)` as `stage.h` says: `(ceil(out / 16), in / per, 16, per)`, per = 2 for bfloat16, missing outputs 0."""
+def pack(weight: Tensor, panel: int) -> Tensor:
+    """`weight (out, in)` as `stage.h` says: `(ceil(out / panel), in / per, panel, per)`, per = 2 for
+    bfloat16, missing outputs 0."""
     per = 4 // weight.element_size()
     outputs, inputs = weight.shape
-    padded = F.pad(weight, (0, 0, 0, -outputs % LANES))
-    return padded.view(-1, LANES, inputs // per, per).transpose(1, 2).contiguous()
+    padded = F.pad(weight, (0, 0, 0, -outputs % panel))
+    return padded.view(-1, panel, inputs // per, per).transpose(1, 2).contiguous()
 
 
 def _at(tensor: Tensor) -> int:

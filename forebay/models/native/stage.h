@@ -7,7 +7,8 @@
 enum { F32, BF16 };                                            /* dtype of weights and activations */
 enum { KV_F32, KV_BF16, KV_F16, KV_INT8, KV_FP8_E4M3 };        /* format of the pages */
 
-/* Weight matrices are packed: (ceil(out / 16), in / per, 16, per) with per = 2 for bfloat16, 1 for float32, outputs padded with zeros. */
+/* Weight matrices are packed: (ceil(out / panel), in / per, panel, per) with per = 2 for bfloat16, 1 for
+   float32, outputs padded with zeros; panel is what forebay_panel() says. */
 typedef struct {
     const void *attention_norm, *qkv, *qkv_bias, *q_norm, *k_norm, *o, *o_bias;
     const void *mlp_norm, *gate, *gate_bias, *up, *up_bias, *down, *down_bias; /* no bias, no q_norm: NULL */
