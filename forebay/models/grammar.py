@@ -115,9 +115,16 @@ class GrammarCompiler:
                 schema = msgspec.json.decode(grammar.text)
                 return str(self._matcher.grammar_from_json_schema(schema, overrides=_JSON_OPTIONS))
             case GrammarKind.REGEX:
-                return str(self._matcher.grammar_from_regex(grammar.text))
+                return str(self._matcher.grammar_from_lark(f"start: {regex_rule(grammar.text)}"))
             case GrammarKind.LARK:
                 return str(self._matcher.grammar_from_lark(grammar.text))
+
+
+def regex_rule(regex: str) -> str:
+    """``regex`` as Lark writes it. ``\\d`` is a digit from 0 to 9."""
+    from llguidance import regex_to_lark
+
+    return f"/{regex_to_lark(regex, 'd')}/" if regex else '""'
 
 
 def load_compiler(model: Path, config: ModelConfig) -> GrammarCompiler:

@@ -114,6 +114,29 @@ def test_a_regex_is_kept_to(sampler: Sampler) -> None:
         assert tokens[-16:-15] == [ord("a")]
 
 
+@pytest.mark.parametrize(
+    ("regex", "texts", "others"),
+    [
+        (r"\d{2}/\d\/x", ["12/3/x"], ["12x", "\u0661\u06612/3/x"]),
+        ("^(|.*)$", ["", "any"], ["two\nlines"]),
+        ("a\nb", ["a\nb"], ["ab"]),
+        (r"[\w'\"]+", ["é'\""], ["a b"]),
+        ("", [""], ["x"]),
+    ],
+)
+def test_a_regex_is_the_whole_output(
+    compiler: GrammarCompiler, regex: str, texts: list[str], others: list[str]
+) -> None:
+    compiled = compiler.compile(Grammar(GrammarKind.REGEX, regex))
+    for text in texts:
+        matcher = compiled.copy()
+        matcher.accept(list(text.encode()))
+        assert matcher.allowed((EOS,))[EOS], text
+    for text in others:
+        with pytest.raises(GrammarError):
+            compiled.copy().accept(list(text.encode()))
+
+
 def test_a_request_that_comes_back_goes_on_with_the_same_text(
     sampler: Sampler, compiler: GrammarCompiler
 ) -> None:

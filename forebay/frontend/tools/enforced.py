@@ -10,6 +10,7 @@ from typing import Any
 
 from forebay.core.sampling import Grammar, GrammarKind
 from forebay.frontend.tools.formats import ToolFormat
+from forebay.models.grammar import regex_rule
 
 # As for answers (`models.grammar`); it also replaces what a schema says here for itself.
 JSON_OPTIONS = {"whitespace_pattern": r"[ \t\r\n]{1,16}", "lenient": False, "coerce_one_of": False}
@@ -60,7 +61,7 @@ def _function(number: int, tool: Mapping[str, Any], format: ToolFormat) -> str:
 
 def _answer(grammar: Grammar) -> str:
     if grammar.kind is GrammarKind.REGEX:
-        return "/" + grammar.text.replace("/", "\\/") + "/"
+        return regex_rule(grammar.text)
     return f"%json {json.dumps({**json.loads(grammar.text), 'x-guidance': JSON_OPTIONS})}"
 
 
