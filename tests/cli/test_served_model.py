@@ -62,7 +62,7 @@ def test_a_chat_over_the_real_engine_sees_its_own_cache(served: Served) -> None:
         cached.append(answer.usage.prompt_tokens_details.cached_tokens)
     assert cached[0] == 0
     assert cached[1] is not None and cached[1] >= 8
-    freed = httpx.post(f"{served.url}/cache/flush").json()
+    freed = httpx.post(f"{served.url}/cache/flush", timeout=DEADLINE_S).json()
     assert freed["freed_pages"] > 0
 
 
@@ -143,12 +143,14 @@ def value(url: str, metric: str) -> float:
 def test_a_prompt_over_the_device_cache_is_an_error_object(serve: Callable[..., Served]) -> None:
     served = serve("--device-memory", "24KiB")
     body = {"model": "tiny", "prompt": "x" * 300, "max_tokens": 100}
-    answer = httpx.post(f"{served.url}/v1/completions", json=body)
+    answer = httpx.post(f"{served.url}/v1/completions", json=body, timeout=DEADLINE_S)
     assert answer.status_code == 400
     assert answer.json()["error"]["code"] == "context_length_exceeded"
     assert "at most 95 fit; shorten it" in answer.json()["error"]["message"]
     small = httpx.post(
-        f"{served.url}/v1/completions", json={"model": "tiny", "prompt": "x", "max_tokens": 2}
+        f"{served.url}/v1/completions",
+        json={"model": "tiny", "prompt": "x", "max_tokens": 2},
+        timeout=DEADLINE_S,
     )
     assert small.status_code == 200, "the server lives on"
 

@@ -247,7 +247,7 @@ def test_beyond_the_retries_health_and_requests_say_why_and_then_the_server_ends
         assert (
             answer.json()["state"] == "failed" and "was ended by SIGKILL" in answer.json()["detail"]
         )
-    refused = httpx.post(f"{url}/v1/completions", json=body(1))
+    refused = httpx.post(f"{url}/v1/completions", json=body(1), timeout=DEADLINE_S)
     assert (
         refused.status_code == 503 and "3 restarts in a row" in refused.json()["error"]["message"]
     )
