@@ -1,7 +1,7 @@
 """How fast this machine is, so that a time limit in a test means the same on every machine.
 
 A session measures once how long a fixed piece of work takes; the processes of pytest-xdist are told.
-No machine makes limits shorter, and none makes them more than ten times longer: a hang stays one.
+No machine makes limits shorter, and none makes them more than six times longer: a hang stays one.
 
     PACE = seconds the work takes here / seconds on a quiet core of the machine that the limits are for
 """
@@ -12,7 +12,7 @@ import time
 
 _REFERENCE_S = 0.0145  # AMD EPYC Zen 4
 _SAMPLES = 5
-_SLOWEST = 10.0
+_SLOWEST = 6.0
 _VARIABLE = "TEST_PACE"
 
 
