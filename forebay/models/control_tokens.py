@@ -42,7 +42,7 @@ class ControlTokens:
         if isinstance(value, str):
             return self._spells(value) or self._spells(self._normal(value))
         if isinstance(value, Mapping):
-            return any(self.are_in(part) for part in value.values())
+            return any(self.are_in(key) or self.are_in(part) for key, part in value.items())
         return isinstance(value, list | tuple) and any(self.are_in(part) for part in value)
 
     def _spells(self, text: str) -> bool:
@@ -98,7 +98,7 @@ class _Marks:
         if isinstance(value, str):
             return self._pattern.sub(self._replace, value)
         if isinstance(value, Mapping):
-            return {key: self.put(part) for key, part in value.items()}
+            return {self.put(key): self.put(part) for key, part in value.items()}
         if isinstance(value, list | tuple):
             return [self.put(part) for part in value]
         return value
