@@ -214,7 +214,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             "ranks that share each layer by heads", "ranks", 1, 1024, ("--tensor-parallel-size",)
         ),
     ] = 1
-    dtype: Annotated[DType, Setting("weights and activations; auto = the model's own")] = DType.AUTO
+    dtype: Annotated[
+        DType, Setting("weights and activations; auto = the model's own, wider for float16")
+    ] = DType.AUTO
     device: Annotated[Device, Setting("where stages compute")] = Device.CPU
     kernels: Annotated[
         Kernels,

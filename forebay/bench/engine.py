@@ -34,8 +34,9 @@ from forebay.core.sampling import SamplingParams
 from forebay.frontend.llm import LLM
 from forebay.models.config import ModelConfig, load_config
 from forebay.models.resolve import ResolvedModel, resolve_model
+from forebay.runtime.compute_dtype import compute_dtype
 from forebay.runtime.sizing import threads_per_rank
-from forebay.settings import Device, DType, Settings
+from forebay.settings import Device, Settings
 
 COLD_TOKENS = (512, 2048, 4096)
 HIT_TOKENS = 2048
@@ -199,7 +200,7 @@ def _memory(
 
 
 def _dtype(config: ModelConfig, settings: Settings) -> str:
-    return config.dtype if settings.dtype is DType.AUTO else settings.dtype.value
+    return compute_dtype(config, settings)
 
 
 def _cases(vocab_size: int) -> list[Case]:

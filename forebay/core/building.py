@@ -245,11 +245,13 @@ def _insert_nodes(replica: Replica, request: Request, number: int) -> None:
         if node is None:
             parent = request.nodes[-1] if request.nodes else None
             node = cache.adopt(hash, parent, request.table[index])
+            node.plan = number
             node.private = request.no_store
             if replica.config.write_policy is WritePolicy.WRITE_THROUGH:
                 replica.backups.want(node)
         elif node.pages[DEVICE] == NONE:  # it was not worth loading, and has been computed again
             cache.readopt(node, request.table[index])
+            node.plan = number
         else:
             cache.pin((node,))
             request.twins.append(Twin(index, number))

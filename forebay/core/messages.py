@@ -178,7 +178,8 @@ class Snapshot(_Message, frozen=True):
 
     Counters only rise within one planner process. ``plan_s_buckets`` counts retired plans by duration, one bucket per
     bound of ``PLAN_SECONDS_BOUNDS`` and one above; ``plan_s_sum`` adds the durations up. ``tickets`` counts them by outcome,
-    ``unused_tokens`` what was wanted and not fetched or fetched and not used, by reason.
+    ``unused_tokens`` what was wanted and not fetched or fetched and not used, by reason. ``tainted_requests``
+    have ended because their numbers came to NaN or infinity.
     """
 
     state: GridState
@@ -203,6 +204,7 @@ class Snapshot(_Message, frozen=True):
     stored_pages: int = 0
     store_failures: int = 0
     store: StoreHealth = StoreHealth()
+    tainted_requests: int = 0
 
 
 class ProtocolError(ValueError):
@@ -429,6 +431,8 @@ class PlanDone(_Message, frozen=True):
 
     ``samples``: from TP rank 0 of the last stage alone, one per sampling piece, in the plan's order; ``scores``: likewise, one per
     piece of a request that asks for them. ``forward_s``: time in this rank's forward pass, waiting for activations not counted.
+    ``tainted``: pieces, by their place in the plan, whose numbers came to NaN or infinity on this
+    rank; what they wrote means nothing.
     """
 
     epoch: int
@@ -437,6 +441,7 @@ class PlanDone(_Message, frozen=True):
     samples: tuple[Sample, ...] = ()
     forward_s: float = 0.0
     scores: tuple[Scores, ...] = ()
+    tainted: tuple[int, ...] = ()
 
 
 class TransferDone(_Message, frozen=True):

@@ -54,6 +54,10 @@ from forebay.core.tree import Tier
 
 MAX_FAULTS_ALONE = 2
 MAX_LOSSES = 4
+TAINTED = (
+    "the model's numbers came to NaN or infinity on this request; nothing of it is kept; "
+    "--dtype float32 has the widest range"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,10 +325,32 @@ class Planner:
         self.replica.spans.append(
             TimedSpan(SpanKind.ACK, record.built_at, now, record.number, part=done.rank)
         )
+        if done.tainted and not self._drop_tainted(record, done):
+            return
         if done.rank == self.config.sampling_rank and not self._accept_samples(now, record, done):
             return
         while in_flight and not in_flight[0].waits_for:
             self._retire(now, in_flight.popleft())
+
+    def _drop_tainted(self, record: InFlight, done: PlanDone) -> bool:
+        """Requests whose numbers are none end; what the plan wrote for them is found by nobody any
+        more, and whoever has built on it meanwhile begins anew. False if there is no such piece."""
+        replica = self.replica
+        assert replica.cache is not None
+        if not all(0 <= piece < len(record.requests) for piece in done.tainted):
+            self._lose_grid(f"rank {done.rank} names pieces that plan {done.number} has not")
+            return False
+        tree = replica.cache.tree
+        for request in [record.requests[piece] for piece in done.tainted]:
+            nodes = [tree.get(hash) for hash in request.extend_hashes()]
+            tree.bury([node for node in nodes if node and node.plan >= record.number])
+            if request.request_id in replica.requests:
+                self.counters.tainted_requests += 1
+                self._finish(request, FinishReason.ERROR, TAINTED)
+        for request in tuple(replica.running):
+            if any(node.tainted for node in request.nodes):
+                replica.retract(request)
+        return True
 
     # ------------------------------------------------------------------------------------------ transfers
 
@@ -441,6 +467,7 @@ class Planner:
     def _retire(self, now: float, record: InFlight) -> None:
         assert self.replica.cache is not None
         self.replica.cache.retire(record.number)
+        self.replica.stores.retired(self.replica.cache)
         started = max(record.built_at, self.replica.last_retired_at)
         self.replica.pace.observe(record.work, now - started)
         self.replica.first_stage.observe(record.work, record.first_stage_s)
@@ -609,6 +636,7 @@ class Planner:
             },
             stored_pages=replica.stores.stored_pages,
             store_failures=replica.stores.failed_pages,
+            tainted_requests=counters.tainted_requests,
         )
 
 

@@ -13,6 +13,7 @@ class Counters:
     worker_restarts: int = 0
     prompt_tokens: int = 0
     output_tokens: int = 0
+    tainted_requests: int = 0
     plan_s_sum: float = 0.0
     plan_s_buckets: list[int] = field(default_factory=lambda: [0] * (len(PLAN_SECONDS_BOUNDS) + 1))
 

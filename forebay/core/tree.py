@@ -43,11 +43,12 @@ class Node:
     ``private``: only requests that may not be stored have used it. ``wanted``: stands in the queue for a host page; ``saving``:
     a BACKUP of it is under way. ``hits``: matches. ``stored``: believed to be in the store; ``storing``: on its way there, tried
     ``tries`` times. ``brought``: its host page was fetched, and no plan has loaded it yet.
+    ``plan``: the one that computed it, 0 if none did. ``tainted``: what that wrote means nothing.
     """
 
     __slots__ = (
-        "brought", "children", "group", "hash", "heirs", "hits", "offers", "pages", "parent", "pins", "private", "saving", "stale",
-        "stored", "storing", "tick", "tries", "wanted",
+        "brought", "children", "group", "hash", "heirs", "hits", "offers", "pages", "parent", "pins",
+        "plan", "private", "saving", "stale", "stored", "storing", "tainted", "tick", "tries", "wanted",
     )  # fmt: skip
 
     def __init__(self, hash: bytes, parent: "Node | None", tick: int) -> None:
@@ -69,6 +70,8 @@ class Node:
         self.storing = False
         self.tries = 0
         self.brought = False
+        self.plan = 0
+        self.tainted = False
 
     @property
     def page(self) -> int:
@@ -91,6 +94,7 @@ class PrefixTree:
         # any more, and is put right once it comes up.
         self._candidates: list[list[tuple[int, int, Node]]] = [[], []]
         self._serial = 0
+        self._buried = 0
 
     def __len__(self) -> int:
         return len(self._nodes)
@@ -115,6 +119,23 @@ class PrefixTree:
                 break
             path.append(node)
         return path
+
+    def bury(self, nodes: Sequence[Node]) -> None:
+        """Nothing finds these nodes any more, nor what hangs on them. Pages and pins stay as they
+        are; they go like any other's. Looks at all nodes: this is rare."""
+        below = {id(node) for node in nodes}
+        found = []
+        for node in self._nodes.values():  # a parent comes before its children
+            if id(node) in below or id(node.parent) in below:
+                below.add(id(node))
+                found.append(node)
+        for node in found:
+            del self._nodes[node.hash]
+            self._buried += 1
+            node.hash = b"tainted %d" % self._buried  # no page's hash is that short
+            node.group = node.hash if node.parent is None else node.parent.group
+            node.tainted, node.stored = True, False
+            self._nodes[node.hash] = node
 
     def insert(self, hash: bytes, parent: Node | None, tier: Tier, page: int) -> Node:
         """A new node with a page in ``tier``, pinned there once by its caller. ``parent`` is resident (None: the first page)."""

@@ -62,7 +62,8 @@ class StageBatch:
 
     positions (T,); page_tables: per sequence (pages,), views of flat_tables, one after the other; write_rows, write_pages,
     write_offsets (W,): row `write_rows[i]` writes to slot `write_offsets[i]` of page `write_pages[i]`; sample_rows (S,): rows whose
-    logits are wanted.
+    logits are wanted. finite (T,) bool, all true at first: a forward pass takes it from rows that
+    came to NaN, to infinity, or out of the range in which a norm can be computed.
     """
 
     positions: Tensor
@@ -73,6 +74,7 @@ class StageBatch:
     write_pages: Tensor
     write_offsets: Tensor
     sample_rows: Tensor
+    finite: Tensor
     page_size: int
 
     @property
@@ -133,6 +135,7 @@ def build_batch(
         write_pages=move(flat[table_start + written // page_size]),
         write_offsets=move(written % page_size),
         sample_rows=move(sample_rows),
+        finite=torch.ones(len(positions), dtype=torch.bool, device=device),
         page_size=page_size,
     )
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from forebay.models.batch import StageBatch
 from forebay.models.block import Block, Part
 from forebay.models.config import ModelConfig
 from forebay.models.kv_format import SCALE_DTYPE, KvFormat, kv_format
@@ -105,6 +106,14 @@ class KVPool:
         keys, values, *scales = self.pieces(layer)
         key_scales, value_scales = scales or (None, None)
         return KVSide(self.form, keys, key_scales), KVSide(self.form, values, value_scales)
+
+    def erase(self, batch: StageBatch) -> None:
+        """Zeros where rows of ``batch`` that are not finite have been written."""
+        wrong = ~batch.finite[batch.write_rows]
+        pages, offsets = batch.write_pages[wrong], batch.write_offsets[wrong]
+        for layer in range(self.layers):
+            for piece in self.pieces(layer):
+                piece[pages, :, offsets] = 0
 
     def clear(self, pages: Tensor) -> None:
         """Zeros in ``pages (N,)``, as at first."""

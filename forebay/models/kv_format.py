@@ -31,6 +31,12 @@ class KvFormat:
         return self.largest > 0
 
     @property
+    def bound(self) -> float | None:
+        """A larger number would be kept as infinity; None: no number that a model computes."""
+        is_narrow = self.storage == torch.float16
+        return torch.finfo(self.storage).max if is_narrow else None
+
+    @property
     def scale_bytes(self) -> int:
         """Bytes that one token's vector of one head takes beside its codes."""
         return SCALE_DTYPE.itemsize if self.is_scaled else 0

@@ -93,11 +93,45 @@ class Stage:
         assert inputs.shape[0] == batch.rows, (inputs.shape, batch.rows)
         hidden = inputs if self._embedding is None else F.embedding(inputs, self._embedding)
         hidden = self._layers.run(hidden, batch, kv, self._tp_group, on_layer)
+        batch.finite.logical_and_(have_norms(hidden))
         if not self.shard.is_last:
-            return hidden
-        if not len(batch.sample_rows):
+            return _marked(hidden, batch, kv)
+        logits = self._logits(hidden, batch)
+        return _cleared(logits, batch, kv)
+
+    def _logits(self, hidden: Tensor, batch: StageBatch) -> Tensor:
+        rows = batch.sample_rows
+        if not len(rows):
             return torch.empty(0, self.config.vocab_size, dtype=torch.float32, device=hidden.device)
-        return self._layers.logits(hidden.index_select(0, batch.sample_rows))
+        logits = self._layers.logits(hidden.index_select(0, rows))
+        batch.finite[rows] &= logits.sum(dim=-1).isfinite()
+        return logits
+
+
+def have_norms(hidden: Tensor) -> Tensor:
+    """Whether rows of ``hidden (T, hidden)`` are numbers whose squares can be summed, ``(T,)``.
+
+    What is NaN or infinite stays so in a residual stream; what a norm cannot be computed of would
+    come out of it as zeros, and nobody would notice.
+    """
+    norms: Tensor = torch.linalg.vector_norm(hidden, dim=-1, dtype=torch.float32)
+    return norms.square().isfinite()
+
+
+def _marked(hidden: Tensor, batch: StageBatch, kv: KVPool) -> Tensor:
+    """For the next stage: rows that are not finite here are NaN there, whatever it was here."""
+    if not bool(batch.finite.all()):
+        kv.erase(batch)
+        hidden[~batch.finite] = torch.nan
+    return hidden
+
+
+def _cleared(logits: Tensor, batch: StageBatch, kv: KVPool) -> Tensor:
+    """For the sampler: rows that are not finite are zeros, which harm no other row."""
+    if not bool(batch.finite.all()):
+        kv.erase(batch)
+        logits[~batch.finite[batch.sample_rows]] = 0.0
+    return logits
 
 
 def load_stage(

@@ -172,6 +172,11 @@ class _SnapshotCollector(Collector):
             snapshot.stored_pages,
         )
         yield _counter(
+            "forebay_tainted_requests",
+            "Ended because their numbers came to NaN or infinity",
+            snapshot.tainted_requests,
+        )
+        yield _counter(
             "forebay_store_failures", "Pages that could not be stored", snapshot.store_failures
         )
         if snapshot.store.state != "none":

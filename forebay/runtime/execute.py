@@ -31,11 +31,13 @@ NS = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a plan came to on this rank. ``samples``: empty on all ranks but the sampling one."""
+    """What a plan came to on this rank. ``samples``: empty on all ranks but the sampling one.
+    ``tainted`` as in `PlanDone`."""
 
     samples: tuple[Sample, ...]
     forward_s: float
     scores: tuple[Scores, ...] = ()
+    tainted: tuple[int, ...] = ()
 
 
 class Executor:
@@ -104,7 +106,7 @@ class Executor:
         if plan.backup is not None:
             self._copier.back_up(plan.backup)
         samples, scores = self._sample(plan, steps, output)
-        return Outcome(samples, (ended - began) * NS, scores)
+        return Outcome(samples, (ended - began) * NS, scores, _tainted(batch))
 
     def settle(self) -> None:
         """Wait until the next stage has all that was sent to it."""
@@ -190,3 +192,15 @@ class Executor:
                 sampled.append(stop - 1)
             start = stop
         return tuple(scores), logits[torch.tensor(sampled, dtype=torch.int64, device=self._device)]
+
+
+def _tainted(batch: StageBatch) -> tuple[int, ...]:
+    """Pieces of which a row is not finite."""
+    finite = batch.finite.cpu()
+    if bool(finite.all()):
+        return ()
+    return tuple(
+        index
+        for index, span in enumerate(batch.spans)
+        if not bool(finite[span.row_start : span.row_stop].all())
+    )

@@ -22,10 +22,11 @@ from forebay.models.shard import check_tp, split_layers
 from forebay.models.tensors import check_checkpoint
 from forebay.observe.events import Rings
 from forebay.runtime.boot import PlannerBoot, frame_boot, new_endpoint, new_identity, ring_names
+from forebay.runtime.compute_dtype import compute_dtype
 from forebay.runtime.sizing import choose_sizes, needs_of, threads_per_rank, warn_of_shared_memory
 from forebay.runtime.spawn import is_stopped
 from forebay.runtime.start_error import StartError
-from forebay.settings import DType, KvDType, Settings
+from forebay.settings import KvDType, Settings
 
 # Beside the user's other cached files; --timeline names another place.
 FLIGHT_DIRECTORY = "flight"
@@ -92,7 +93,7 @@ def _boot(model: ResolvedModel, settings: Settings) -> PlannerBoot:
         raise StartError(str(error)) from error
     _make_timeline_directory(settings)
     flight_directory, without = _flight_directory(settings)
-    dtype = config.dtype if settings.dtype is DType.AUTO else settings.dtype.value
+    dtype = compute_dtype(config, settings)
     kv_dtype = dtype if settings.kv_dtype is KvDType.AUTO else settings.kv_dtype.value
     needs = needs_of(config, settings, dtype, kv_dtype)
     sizes = choose_sizes(settings, needs, machine.memory())

@@ -30,7 +30,7 @@ from forebay.core.messages import (
     decode_to_planner,
     encode,
 )
-from forebay.core.planner import Effects, Event, GridLost, Planner
+from forebay.core.planner import TAINTED, Effects, Event, GridLost, Planner
 from forebay.core.replica import PlannerConfig
 from forebay.core.residency import CACHE, STAGING
 from forebay.core.transfers.store import StoreEmptied, StoreWell
@@ -285,6 +285,9 @@ class PlannerProcess:
         for hint in effects.hints:
             assert self._store is not None
             self._store.hint(hint)
+        for output in effects.outputs:
+            if output.message == TAINTED:
+                _log(f"request {output.request_id} was ended: {output.message}")
         if effects.outputs:
             self._tell_frontend(encode(Outputs(tuple(effects.outputs))))
         self._answer_flushes(self._store_flushes.settled(effects.flushed))

@@ -124,6 +124,7 @@ class Worker:
                     outcome.samples,
                     outcome.forward_s,
                     outcome.scores,
+                    outcome.tainted,
                 )
             )
 

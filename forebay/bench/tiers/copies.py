@@ -30,13 +30,14 @@ from forebay.models.kv_format import kv_format
 from forebay.models.shard import shards
 from forebay.observe.events import SpanRing
 from forebay.observe.figures import Meter
+from forebay.runtime.compute_dtype import compute_dtype
 from forebay.runtime.copy_engine import CopyEngine
 from forebay.runtime.host_pool import HostPool
 from forebay.runtime.layouts import Layout, Manifest
 from forebay.runtime.page_io import PageIo
 from forebay.runtime.page_reader import PageReader
 from forebay.runtime.store_access import StoreAddress, open_for_rank
-from forebay.settings import DType, KvDType, Settings
+from forebay.settings import KvDType, Settings
 from forebay.store.backend import PutItem, Status
 from forebay.store.backends.embedded import EmbeddedStore
 from forebay.store.wire.messages import Tier
@@ -63,9 +64,7 @@ class _Rank:
     are put into it; ``stored``: what is fetched, in ordinary memory."""
 
     def __init__(self, config: ModelConfig, settings: Settings, directory: Path) -> None:
-        dtype = getattr(
-            torch, config.dtype if settings.dtype is DType.AUTO else settings.dtype.value
-        )
+        dtype = getattr(torch, compute_dtype(config, settings))
         form = kv_format(
             settings.kv_dtype.value if settings.kv_dtype is not KvDType.AUTO else "auto", dtype
         )

@@ -11,7 +11,8 @@ from forebay.bench.ttft.plan import TtftError
 from forebay.models.config import ModelConfig, load_config
 from forebay.models.resolve import resolve_model
 from forebay.models.shard import check_tp, split_layers
-from forebay.settings import DType, Settings
+from forebay.runtime.compute_dtype import compute_dtype
+from forebay.settings import Settings
 
 PARTS = ("hits", "cost", "copies")
 Say = Callable[[str], None]
@@ -26,7 +27,7 @@ def run(
     split_layers(config.layers, settings.pp)
     check_tp(config, settings.tp)
     _check(settings, config, parts, tokens)
-    dtype = config.dtype if settings.dtype is DType.AUTO else settings.dtype.value
+    dtype = compute_dtype(config, settings)
     about = {
         "model": resolved.name,
         "dtype": dtype,

@@ -40,7 +40,8 @@ from forebay.models.kv import page_block
 from forebay.models.kv_format import kv_format
 from forebay.models.resolve import resolve_model
 from forebay.models.shard import check_tp, shards, split_layers
-from forebay.settings import DType, KvDType, Settings
+from forebay.runtime.compute_dtype import compute_dtype
+from forebay.settings import KvDType, Settings
 
 WARM_REQUESTS = 4
 CAPACITY_REQUESTS = 8  # for each request that keeps the stages busy
@@ -77,7 +78,7 @@ def run(
     check(experiment, min(settings.max_context or config.max_context, config.max_context))
     split_layers(config.layers, settings.pp)
     check_tp(config, settings.tp)
-    dtype = config.dtype if settings.dtype is DType.AUTO else settings.dtype.value
+    dtype = compute_dtype(config, settings)
     strict = dtype == _kv_dtype(settings, dtype) == "float32"
     about = describe(experiment, resolved.name, dtype)
     record = _resumed(before, about)

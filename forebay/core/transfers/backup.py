@@ -111,7 +111,7 @@ class BackupQueue:
 
     def _stays_wanted(self, node: Node) -> bool:
         """There is something to save, and it waits for a host page, its own or an ancestor's."""
-        if node.stale or node.pages[DEVICE] == NONE or node.pages[HOST] != NONE:
+        if node.stale or node.tainted or node.pages[DEVICE] == NONE or node.pages[HOST] != NONE:
             return False
         parent = node.parent
         return (
@@ -124,7 +124,9 @@ class BackupQueue:
 
     def _may_be_saved(self, node: Node) -> bool:
         """It is still there, and its parent has a host page or will have one before it."""
-        if node.stale or node.saving or node.pages[DEVICE] == NONE or node.pages[HOST] != NONE:
+        if node.stale or node.tainted or node.saving:
+            return False
+        if node.pages[DEVICE] == NONE or node.pages[HOST] != NONE:
             return False
         parent = node.parent
         return (

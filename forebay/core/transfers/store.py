@@ -1,11 +1,16 @@
 """STORE: saved host pages on their way to the store.
 
-        want(node) --> wanted queue --a batch is free--> in flight --StoreDone from all ranks--> stored, or tried once more
-             ^--- the store is asked again (StoreWell), or the page is used again ---------------------- refused
+    want(node) --> unproven --its plan retires--> wanted queue --a batch is free--> in flight
+                                                      ^                                |
+    stored <----- StoreDone from all ranks -----------+----- tried once more ----------'
+    refused ----- the store is asked again (StoreWell), or the page is used again ---> want
 
-A page counts as stored when *every* rank has stored its part; what failed anywhere is not stored (and is retried a bounded number of
-times). The host page is pinned until all ranks have acknowledged; with staging host pages from the moment that it is wanted, since
-nothing else would keep it. ``Node.stored`` is a hint that saves storing twice; a flush of the store (StoreEmptied) takes it back.
+A page is proven once the plan that computed it has retired: until then any rank may still say that
+its numbers are none, and such a page is never stored. It counts as stored when *every* rank has
+stored its part; what failed anywhere is not stored (and is retried a bounded number of times). The
+host page is pinned until all ranks have acknowledged; with staging host pages, and while it is
+unproven, from the moment that it is wanted. ``Node.stored`` is a hint that saves storing twice; a
+flush of the store (StoreEmptied) takes it back.
 """
 
 from collections import deque
@@ -45,6 +50,7 @@ class StoreQueue:
     def __init__(self, residency: Residency) -> None:
         self._pins_early = not residency.outlives_transfers  # from the moment that it is wanted
         self._wanted: deque[Node] = deque()
+        self._unproven: list[Node] = []
         self._book: TransferBook[_Batch] = TransferBook("store")
         self._refused: deque[Node] = deque(maxlen=MAX_REFUSED)
         self._transfers = 0
@@ -59,21 +65,37 @@ class StoreQueue:
     @property
     def is_busy(self) -> bool:
         """Something is on its way to the store: what a query misses now may be there soon."""
-        return bool(self._wanted or self._book)
+        return bool(self._wanted or self._unproven or self._book)
 
     @property
     def pinned(self) -> list[Node]:
         """Nodes whose host pages are pinned before their batch is built, for the invariants."""
-        return list(self._wanted) if self._pins_early else []
+        return [*self._unproven, *(self._wanted if self._pins_early else ())]
 
     def want(self, cache: PageCache, node: Node) -> None:
         """``node`` has a host page."""
         if len(self._wanted) >= MAX_WANTED:
             self.failed_pages += 1
-        elif not node.stored and not node.storing:
+        elif not node.stored and not node.storing and not node.tainted:
             node.storing = True
             node.tries = 0
-            self._queue(cache, node)
+            if node.plan > cache.retired:
+                cache.tree.pin(node, HOST)
+                self._unproven.append(node)
+            else:
+                self._queue(cache, node)
+
+    def retired(self, cache: PageCache) -> None:
+        """A plan has retired: what it computed is proven, or tainted."""
+        if not self._unproven:
+            return
+        proven = [node for node in self._unproven if node.plan <= cache.retired]
+        self._unproven = [node for node in self._unproven if node.plan > cache.retired]
+        for node in proven:
+            node.storing = not node.tainted
+            if node.storing:
+                self._queue(cache, node)
+        cache.tree.unpin(proven, HOST)
 
     def want_again(self, cache: PageCache) -> None:
         """The store is well: what it did not take is tried once more, as far as it is still in host memory."""
@@ -147,5 +169,6 @@ class StoreQueue:
 
     def clear(self) -> None:
         self._wanted.clear()
+        self._unproven.clear()
         self._book.clear()
         self._refused.clear()

@@ -61,7 +61,15 @@ class _Batch(Structure):
         ("spans", POINTER(_Span)),
         *(
             (name, c_void_p)
-            for name in ("tables", "write_rows", "write_pages", "write_offsets", "cosines", "sines")
+            for name in (
+                "tables",
+                "write_rows",
+                "write_pages",
+                "write_offsets",
+                "cosines",
+                "sines",
+                "finite",
+            )
         ),
         *((name, c_int32) for name in ("rows", "span_count", "writes", "page_size")),
     ]
@@ -226,6 +234,7 @@ class NativeLayers:
             batch.write_offsets,
             cos,
             sin,
+            batch.finite,
         )
         counts = (batch.rows, len(spans), len(batch.write_rows), batch.page_size)
         return _Batch(

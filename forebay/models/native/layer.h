@@ -219,6 +219,14 @@ static void N(rotate_item)(void *context, int item, int thread) {
     }
 }
 
+/* Whether the pages can keep these numbers: no NaN, nothing infinite in their format. */
+static int N(fit)(const A *x, int count, int format) {
+    float top = format == KV_F16 ? 65504.0f : 3.3895314e38f; /* the largest bfloat16 */
+    int fit = 1;
+    for (int i = 0; i < count; i++) fit &= fabsf(NUMBER_A(x[i])) <= top;
+    return fit;
+}
+
 /* Put a head's vector into slot `slot` of a pool, in the pool's format. */
 static void N(write)(const A *x, int dim, int format, void *pool, float *scales, long slot) {
     float largest = 0, top = format == KV_INT8 ? 127.0f : 448.0f;
@@ -243,6 +251,7 @@ static void N(write_item)(void *context, int item, int thread) {
     for (int i = item * job->rows; i < stop && i < batch->writes; i++) {
         const A *row = (const A *)job->engine->qkv + batch->write_rows[i] * (shape->heads + 2 * heads) * dim;
         const A *keys = row + shape->heads * dim, *values = keys + heads * dim;
+        if (!N(fit)(keys, 2 * heads * dim, format)) batch->finite[batch->write_rows[i]] = 0;
         for (int head = 0; head < heads; head++) {
             long slot = (batch->write_pages[i] * heads + head) * batch->page_size + batch->write_offsets[i];
             N(write)(keys + head * dim, dim, format, pages->keys, pages->key_scales, slot);

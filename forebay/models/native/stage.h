@@ -30,6 +30,7 @@ typedef struct {
     const int64_t *tables;
     const int64_t *write_rows, *write_pages, *write_offsets; /* (writes,) */
     const void *cosines, *sines; /* (positions, head_dim) and (positions, head_dim / 2) */
+    uint8_t *finite; /* (rows,): 0 where a key or value is not finite as the pages keep it; else left as it is */
     int32_t rows, span_count, writes, page_size;
 } Batch;
 

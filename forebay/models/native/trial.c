@@ -42,10 +42,11 @@ static int64_t forward(Engine *engine, const Layer *layer, LayerPages *pages, vo
         offsets[i] = (from + i) % PAGE;
     }
     for (int i = 0; i < PAGES_HERE; i++) all_pages[i] = i;
+    uint8_t finite[ROWS_HERE];
     Span span = {.rows = count, .context = from};
     Batch batch = {.positions = positions, .spans = &span, .tables = all_pages, .write_rows = rows,
                    .write_pages = at_pages, .write_offsets = offsets, .cosines = tables, .sines = tables,
-                   .rows = count, .span_count = 1, .writes = count, .page_size = PAGE};
+                   .finite = finite, .rows = count, .span_count = 1, .writes = count, .page_size = PAGE};
     struct timespec began, ended;
     clock_gettime(CLOCK_MONOTONIC, &began);
     if (forebay_layers(engine, layer, pages, 1, &batch, hidden)) return INT64_MAX;
