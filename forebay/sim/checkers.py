@@ -63,6 +63,7 @@ class ClientChecker:
         self._faults_before: dict[str, int] = {}
         self._blamed: dict[str, bool] = {}
         self._aborted: set[str] = set()
+        self._tainted: set[str] = set()
         self._faults = 0
         self._losses = 0
         self._losses_before: dict[str, int] = {}
@@ -79,6 +80,10 @@ class ClientChecker:
         self._faults_before[request_id] = self._faults
         self._losses_before[request_id] = self._losses
         self.tokens[request_id] = []
+
+    def tainted(self, request_id: str) -> None:
+        """Its numbers may come to NaN, and then it must end with an error."""
+        self._tainted.add(request_id)
 
     def aborted(self, request_id: str) -> None:
         self._aborted.add(request_id)
@@ -140,7 +145,9 @@ class ClientChecker:
                 assert got == wanted[: len(got)] and len(got) < len(wanted), (
                     f"{request_id} ended early with wrong tokens"
                 )
-                may_fail = reason is FinishReason.ERROR and (failed or self._blamed[request_id])
+                may_fail = reason is FinishReason.ERROR and (
+                    failed or self._blamed[request_id] or request_id in self._tainted
+                )
                 assert may_fail or request_id in self._aborted, (
                     f"{request_id} ended with {reason} for no reason"
                 )

@@ -216,9 +216,16 @@ class FakeGrid:
             self._after(receiver, self._delay(), lambda: self._hand_over(receiver, plan.number))
         is_sampler = rank.rank == (self._pp - 1) * self._tp
         done = PlanDone(
-            self.epoch, rank.rank, plan.number, samples if is_sampler else (), forward_s
+            self.epoch,
+            rank.rank,
+            plan.number,
+            samples if is_sampler else (),
+            forward_s,
+            rank.tainted,
         )
-        self._acks[rank.rank].send(self._delay(), lambda: self._tell(done))
+        # A rank samples while its backup runs: what it says of taint may come after that is done.
+        sampling_s = 4 * self._timing.delay_high if rank.tainted else 0.0
+        self._acks[rank.rank].send(self._delay() + sampling_s, lambda: self._tell(done))
         if plan.backup is not None:
             self._back_up(rank, plan.backup)
         self._look(rank)

@@ -50,6 +50,8 @@ STANDSTILL_S = 200.0
 STALE_MEMORY = 8
 STEMS = 4
 FULL_CHECK_STEPS = 32
+# Of a history's requests, so many have a position at which numbers come to NaN.
+TAINT_SHARES = (0.0, 0.0, 0.0, 0.1, 0.3)
 
 
 @dataclass(slots=True)
@@ -108,6 +110,9 @@ class History:
         self.may_restart = False  # something has happened that may cost a grid
         self.stands_until = 0.0  # the planner's process is stopped
         self.injector = Injector(self)
+        # A stream of its own: other seeds stay the histories that they were.
+        self._taints = random.Random(~seed)
+        self._taint_share = self._taints.choice(TAINT_SHARES)
         self._truth = Truth()
         self._fence = self._new_fence()
         self._stems = [
@@ -211,7 +216,14 @@ class History:
             submit.request_id, stamps(submit.salt, tokens + emitted), submit.params.seed
         )
         self.client.submitted(submit, emitted, reason)
+        self._may_taint(submit.request_id, len(tokens) + len(emitted) - 1)
         self.inbox.append(submit)
+
+    def _may_taint(self, request_id: str, positions: int) -> None:
+        if self._taints.random() < self._taint_share:
+            rank = self._taints.randrange(self.options.pp) * self.options.tp
+            self._truth.taint(request_id, self._taints.randrange(positions), rank)
+            self.client.tainted(request_id)
 
     def abort(self, request_id: str) -> None:
         """The client goes away. Requests that have ended, or never came, are aborted too."""

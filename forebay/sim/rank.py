@@ -14,6 +14,8 @@ from forebay.sim import model
 from forebay.sim.fake_store import GARBAGE, FakeStore, Outcome
 from forebay.sim.heap import Action
 
+TAINT = -2  # a position whose numbers came to NaN: in a page it is no number that means anything
+
 
 class ContentError(AssertionError):
     """A forward pass has read a page that does not hold what it should."""
@@ -25,6 +27,16 @@ class Truth:
     def __init__(self) -> None:
         self._stamps: dict[str, list[int]] = {}
         self._seeds: dict[str, int] = {}
+        self._taints: dict[str, tuple[int, int]] = {}
+
+    def taint(self, request_id: str, position: int, rank: int) -> None:
+        """From ``rank`` on the request's numbers at ``position`` come to NaN."""
+        self._taints[request_id] = (position, rank)
+
+    def taint_in(self, request_id: str, start: int, stop: int, rank: int) -> int | None:
+        """The first position from ``start`` to ``stop`` that comes to NaN on ``rank``, if any."""
+        position, first = self._taints.get(request_id, (-1, 0))
+        return position if start <= position < stop and rank >= first else None
 
     def add(self, request_id: str, stamps: list[int], seed: int) -> None:
         """``stamps`` of prompt and all tokens that the request can ever emit."""
@@ -35,6 +47,8 @@ class Truth:
         return self._stamps[request_id]
 
     def token_after(self, request_id: str, position: int) -> int:
+        if position >= len(self._stamps[request_id]):
+            raise ContentError(f"{request_id} goes on after its end, at position {position}")
         return model.next_token(self._stamps[request_id][position], self._seeds[request_id])
 
 
@@ -48,7 +62,9 @@ class _Slot:
 
 class FakeRank:
     """``stopped``: a process under SIGSTOP; what would happen to it waits in ``held``. ``dead``: nothing happens to it any more.
-    ``silent``: it works and sends no heartbeats. ``slowness``: a factor on its forward passes."""
+    ``silent``: it works and sends no heartbeats. ``slowness``: a factor on its forward passes.
+    ``tainted``: pieces of the last plan whose numbers came to NaN here; as ranks do, it keeps other
+    numbers in their place, which nobody can tell from sound ones."""
 
     def __init__(
         self, rank: int, page_size: int, pages: int, host_pages: int, truth: Truth
@@ -77,6 +93,7 @@ class FakeRank:
         self._slots: dict[int, _Slot] = {}
         self._digest = ZERO
         self._truth = truth
+        self.tainted: tuple[int, ...] = ()
 
     def names(self, plan: Plan) -> list[str]:
         """Requests that the plan works on; it is the next to be applied."""
@@ -104,13 +121,22 @@ class FakeRank:
         self._check_digest(plan)
         for piece in plan.pieces:
             self._write(piece)
-        samples = []
-        for piece in plan.pieces:
-            self._read(plan, piece)
+        samples, tainted = [], []
+        for index, piece in enumerate(plan.pieces):
+            slot = self._slots[piece.slot]
+            first = None if self._read(plan, piece) else piece.start
+            own = self._truth.taint_in(slot.request_id, piece.start, slot.length, self.rank)
+            if own is not None:
+                tainted.append(index)
+                first = own if first is None else first
+            if first is not None:
+                self._spoil(piece, first)
             if piece.sample:
-                slot = self._slots[piece.slot]
                 token = self._truth.token_after(slot.request_id, slot.length - 1)
-                samples.append(Sample(piece.slot, token, TokenLogprobs(-1.0)))
+                wrong = (token + 1) % model.VOCABULARY
+                drawn = token if first is None else wrong
+                samples.append(Sample(piece.slot, drawn, TokenLogprobs(-1.0)))
+        self.tainted = tuple(tainted)
         return tuple(samples)
 
     # ------------------------------------------------------------------------------------------ copies
@@ -122,6 +148,8 @@ class FakeRank:
         self._host[copy.host] = list(self._pages[copy.device])
 
     def put(self, store: FakeStore, page: PageKey) -> None:
+        if TAINT in self._host[page.host]:
+            raise ContentError(f"rank {self.rank} stores host page {page.host}, which is tainted")
         store.put(page.hash, self.rank, self._host[page.host])
 
     def match(self, store: FakeStore, pages: Sequence[PageKey]) -> int:
@@ -163,15 +191,33 @@ class FakeRank:
             ]
             position = end
 
-    def _read(self, plan: Plan, piece: Piece) -> None:
+    def _spoil(self, piece: Piece, first: int) -> None:
+        """What the piece has written from position ``first`` on means nothing."""
+        slot, size = self._slots[piece.slot], self._page_size
+        for position in range(max(first, piece.write_from), slot.length):
+            self._pages[slot.table[position // size]][position % size] = TAINT
+
+    def _read(self, plan: Plan, piece: Piece) -> bool:
+        """False if it has read what is tainted, and so is what comes of it."""
+        is_sound = True
         slot, size, pages = self._slots[piece.slot], self._page_size, self._pages
         stamps, table, length = slot.stamps, slot.table, slot.length
         for index in range(length // size):
             if pages[table[index]] != stamps[index * size : (index + 1) * size]:
-                self._complain(plan, slot, index)
+                self._check_tainted(plan, slot, index, size)
+                is_sound = False
         rest = length % size
         if rest and pages[table[length // size]][:rest] != stamps[length - rest : length]:
-            self._complain(plan, slot, length // size)
+            self._check_tainted(plan, slot, length // size, rest)
+            is_sound = False
+        return is_sound
+
+    def _check_tainted(self, plan: Plan, slot: _Slot, index: int, count: int) -> None:
+        """Of a page that is not as it should be: anything else than taint in it is an error."""
+        page, first = self._pages[slot.table[index]], index * self._page_size
+        for held, right in zip(page[:count], slot.stamps[first : first + count], strict=True):
+            if held not in (right, TAINT):
+                self._complain(plan, slot, index)
 
     def _complain(self, plan: Plan, slot: _Slot, index: int) -> None:
         raise ContentError(

@@ -400,7 +400,41 @@ def wait_for_a_store_that_is_down(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(lookup, "QUERY_S", math.inf)
 
 
+def keep_what_a_tainted_plan_wrote(patch: pytest.MonkeyPatch) -> None:
+    """Pages whose numbers are none are matched later."""
+    patch.setattr(PrefixTree, "bury", lambda self, nodes: None)
+
+
+def let_those_go_on_who_built_on_taint(patch: pytest.MonkeyPatch) -> None:
+    bury = PrefixTree.bury
+
+    def unmarked(self: PrefixTree, nodes: Sequence[Node]) -> None:
+        bury(self, nodes)
+        for node in self:
+            node.tainted = False
+
+    patch.setattr(PrefixTree, "bury", unmarked)
+
+
+def take_the_token_of_a_tainted_piece(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(planner.Planner, "_drop_tainted", lambda self, record, done: True)
+
+
+def store_what_may_still_turn_out_to_be_tainted(patch: pytest.MonkeyPatch) -> None:
+    want = StoreQueue.want
+
+    def hasty(self: StoreQueue, cache: PageCache, node: Node) -> None:
+        node.plan = 0
+        want(self, cache, node)
+
+    patch.setattr(StoreQueue, "want", hasty)
+
+
 CANARIES: list[Patch] = [
+    keep_what_a_tainted_plan_wrote,
+    let_those_go_on_who_built_on_taint,
+    take_the_token_of_a_tainted_piece,
+    store_what_may_still_turn_out_to_be_tainted,
     give_no_reason_for_what_did_not_come,
     give_no_reason_for_what_a_lost_grid_had,
     call_what_is_evicted_unused_no_page,
