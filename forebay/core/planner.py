@@ -430,6 +430,9 @@ class Planner:
             )
             return False
         for scores, (_, request_id) in zip(done.scores, record.scoring, strict=True):
+            scored = self.replica.requests.get(request_id)
+            if scored is None or scored.last_plan < record.number:
+                continue  # it has ended, or begins anew
             self._effects.outputs.append(
                 Output(request_id, scores=scores.logprobs, scored_from=scores.start)
             )

@@ -116,9 +116,11 @@ def _plan_decodes(
 ) -> Decodes:
     spans = [batch.spans[index] for index in group]
     device = batch.positions.device
-    tables = torch.nn.utils.rnn.pad_sequence(
-        [batch.page_tables[index] for index in group], batch_first=True
-    )
+    own = [batch.page_tables[index] for index in group]
+    tables = torch.nn.utils.rnn.pad_sequence(own, batch_first=True, padding_value=-1)
+    # Padded with pages of their own: another's may come to NaN in this very pass, and 0 * NaN is NaN.
+    last = torch.stack([table[-1] for table in own])
+    tables = torch.where(tables < 0, last[:, None], tables)
     totals = [span.total for span in spans]
     keys = tables.shape[1] * batch.page_size
     mask = None

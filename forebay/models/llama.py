@@ -32,6 +32,9 @@ from forebay.models.shard import Shard, check_tp
 from forebay.models.tensors import EMBEDDING, HEAD
 from forebay.models.weights import Checkpoint
 
+# Finite, so that it harms nothing, and too large for its square: its norms are zeros.
+NO_NORM = 1e30
+
 
 class Kernels(StrEnum):
     """What computes: `AUTO` = compiled for this machine where that is possible, else PyTorch's;
@@ -119,10 +122,10 @@ def have_norms(hidden: Tensor) -> Tensor:
 
 
 def _marked(hidden: Tensor, batch: StageBatch, kv: KVPool) -> Tensor:
-    """For the next stage: rows that are not finite here are NaN there, whatever it was here."""
+    """For the next stage: rows that are not finite here have no norm there, whatever it was here."""
     if not bool(batch.finite.all()):
         kv.erase(batch)
-        hidden[~batch.finite] = torch.nan
+        hidden[~batch.finite] = NO_NORM
     return hidden
 
 

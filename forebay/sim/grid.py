@@ -221,7 +221,7 @@ class FakeGrid:
             plan.number,
             samples if is_sampler else (),
             forward_s,
-            rank.tainted,
+            tainted=rank.tainted,
         )
         # A rank samples while its backup runs: what it says of taint may come after that is done.
         sampling_s = 4 * self._timing.delay_high if rank.tainted else 0.0
