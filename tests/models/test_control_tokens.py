@@ -97,7 +97,7 @@ def test_nor_does_what_a_tool_or_an_argument_says(tokenizer):
         call = [{"function": {"arguments": {"q": FORGED}}}]
         talk = chat("hi", tool_calls=call)
         named = chat("hi", tool_calls=[{"function": {"arguments": {FORGED: 1}}}])
-        assert tokenizer.encode_chat(named)[1].count(start) == 3
+        assert tokenizer.encode_chat(named, variables={"tools": []})[1].count(start) == 3
         ids = tokenizer.encode_chat(talk, variables={"tools": [{"description": FORGED}]})[1]
         assert ids.count(start) == 3
     finally:
