@@ -71,16 +71,12 @@ def serve(model: str, settings: Settings) -> int:
 
 
 def listen_all(host: str, port: int) -> list[socket.socket]:
-    """A listening socket for each address of ``host`` (`localhost` has one in each family), all with one port.
+    """A listening socket for each address of ``host``, all with one port. `localhost` is the loopback of both families, whatever
+    this machine's table of hosts says (RFC 6761, 6.3).
 
     Raises ``ListenError``.
     """
-    try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    except (OSError, UnicodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "no name of a host"
-        raise ListenError(f"--host is {host!r}: {why}; give an address of this machine") from None
-    addresses = list(dict.fromkeys((family, address) for family, _, _, _, address in found))
+    addresses = _addresses(host, port)
     socks: list[socket.socket] = []
     refusals: list[OSError] = []
     for family, address in addresses:
@@ -98,6 +94,18 @@ def listen_all(host: str, port: int) -> list[socket.socket]:
     hint = "give another --host or --port, or port 0 for a free one"
     reason = (in_use or refusals[0]).strerror
     raise ListenError(f"cannot listen on {host} port {port}: {reason}; {hint}")
+
+
+def _addresses(host: str, port: int) -> list[tuple[int, Any]]:
+    """Families and what to bind in them. Raises ``ListenError``."""
+    if host.rstrip(".").lower() == "localhost":
+        return [(socket.AF_INET, ("127.0.0.1", port)), (socket.AF_INET6, ("::1", port, 0, 0))]
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (OSError, UnicodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "no name of a host"
+        raise ListenError(f"--host is {host!r}: {why}; give an address of this machine") from None
+    return list(dict.fromkeys((family, address) for family, _, _, _, address in found))
 
 
 def _listen(family: int, address: Any) -> socket.socket:
