@@ -59,6 +59,7 @@ class Sequence:
         self._hidden = HiddenTokens(params.stop, detokenizer.hidden if params.stop else {})
         self._stops = StopMatcher(self._hidden.stops)
         self._min_tokens = params.min_tokens
+        self._is_scored = params.prompt_logprobs is not None
         self._eos = frozenset(eos)
         # Without either, text may be made for all new tokens at once.
         self._by_token = bool(params.stop) or params.logprobs is not None
@@ -84,6 +85,10 @@ class Sequence:
         if stop is not None:
             return self._delta(text, output.tokens[:taken], "stop", stop)
         self.token_count += silent
+        if silent and output.logprobs and self._is_scored:
+            # Who scores a text counts positions, so that a token without text must have its own (as lm-eval does).
+            end = Position(output.tokens[-1], self._decoded_chars, output.logprobs[-1], "")
+            self._waiting.append(end)
         if output.finish is None:
             return self._delta(text, output.tokens)
         rest, stop = self._flush()

@@ -177,6 +177,15 @@ def test_an_echo_is_the_prompt_and_its_scores_are_of_its_tokens(server: Server) 
     assert server.planner.submits[0].params.prompt_logprobs == 2
 
 
+def test_an_echo_has_a_position_for_the_token_that_ended_the_text(server: Server) -> None:
+    server.planner.script = says("")
+    asked = {"prompt": "ab", "echo": True, "logprobs": 1, "max_tokens": 1}
+    choice = server.post("/v1/completions", **asked).json()["choices"][0]
+    assert choice["text"] == "ab"
+    assert choice["logprobs"]["tokens"] == ["a", "b", ""]
+    assert choice["logprobs"]["token_logprobs"] == [None, -0.25, -0.5]
+
+
 def test_an_echo_of_several_prompts_and_choices(server: Server) -> None:
     asked = {"prompt": [[65, 66], [67]], "echo": True, "n": 2, "max_tokens": 1, "logprobs": 0}
     answer = server.post("/v1/completions", **asked).json()
