@@ -344,6 +344,15 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         Schedule, Setting("order of admission: arrival, or longest cached prefix first")
     ] = Schedule.FCFS
     seed: Annotated[int, Setting("seeds requests that bring none", low=0, high=2**63 - 1)] = 0
+    check_invariants: Annotated[
+        int,
+        Setting(
+            "the planner checks all of its books every so many steps, the cheap part of it always; 0 = never",
+            "steps",
+            0,
+            1_000_000_000,
+        ),
+    ] = 0
     timeline: Annotated[
         Path | None,
         Setting(

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from forebay.core import building
+from forebay.core import building, invariants
 from forebay.core.admission import admit
 from forebay.core.hashing import root_hash
 from forebay.core.lifecycle import Cause, Phase, RequestState, move
@@ -153,6 +153,7 @@ class Planner:
         self.was_ready = False
         self._heard: list[float] = []
         self._effects = Effects()
+        self._steps = 0
 
     # ------------------------------------------------------------------------------------------ the step
 
@@ -172,6 +173,7 @@ class Planner:
             effects.plan = building.build_plan(self.replica, self.epoch, now)
             self._collect_orders()
         effects.spans = self.replica.take_spans()
+        self._check()
         return effects
 
     def name_model(self, fingerprint: bytes) -> None:
@@ -183,6 +185,15 @@ class Planner:
     def namespace(self) -> bytes:
         """What all pages of this model, KV format and page size share, whatever salts their keys."""
         return self._root(b"")
+
+    def _check(self) -> None:
+        """A planner that finds its own books wrong ends rather than go on with them."""
+        self._steps += 1
+        every = self.config.check_every
+        if every and not self._steps % every:
+            invariants.check(self.replica)
+        else:
+            invariants.check_cheaply(self.replica)
 
     def resume(self, now: float) -> None:
         """This process stood still for a while: what ranks said meanwhile may not have been read yet, so silence proves nothing."""

@@ -28,7 +28,8 @@ class PlannerConfig:
     """``ranks`` = pp * tp; ``sampling_rank``: TP rank 0 of the last stage. Tokens, seconds.
 
     Rule R3: a rank silent for ``silence_s``, or a plan later than ``late_base_s`` + ``late_factor`` x its prediction, ends the
-    epoch; after ``max_restarts`` epochs in a row in which no plan retired the grid has failed.
+    epoch; after ``max_restarts`` epochs in a row that brought no request a token the grid has failed.
+    ``check_every``: all invariants are checked every so many steps, not only the cheap ones; 0 = never.
     ``load_back_threshold``: fewer tokens in host memory are computed again rather than loaded. ``staged``: stored prefixes are fetched
     stage by stage, the baseline, instead of by ticket. ``residency``: what host pages are for. ``hits_ahead``: hits
     have a plan of their own before the next chunk's (other engines let them ride with it).
@@ -56,6 +57,7 @@ class PlannerConfig:
     late_base_s: float = 10.0
     late_factor: float = 5.0
     max_restarts: int = 3
+    check_every: int = 0
 
     @property
     def ranks(self) -> int:

@@ -433,6 +433,7 @@ def planner_config(boot: PlannerBoot) -> PlannerConfig:
         if settings.fetch_route is FetchRoute.OFF
         else settings.fetch_threshold,
         staged=settings.fetch_route is FetchRoute.STAGED,
+        check_every=settings.check_invariants,
         residency=STAGING if settings.host_mode is HostMode.STAGING else CACHE,
     )
 

@@ -18,6 +18,7 @@ from forebay.core.messages import (
 )
 from forebay.core.planner import GridLost, GridReady
 from forebay.core.sampling import SamplingParams
+from forebay.core.tree import Tier
 from tests.core.conftest import PAGE, Desk, make_desk, spans
 
 PROMPT = list(range(1, 13))  # three full pages
@@ -517,3 +518,23 @@ def test_aborting_everywhere_brings_pages_back_to_baseline(desk: Desk) -> None:
     desk.run_all(plans)
     desk.planner.step(desk.now, [Flush(1, ("device",), 0.0)])
     assert desk.free == 32 and PAGE == 4
+
+
+def test_a_planner_that_finds_its_books_wrong_goes_on_no_step(desk: Desk) -> None:
+    desk.submit("a", [1, 2, 3])
+    desk.planner.replica.ledger.wanted += 1
+    with pytest.raises(AssertionError, match="I17"):
+        desk.step()
+
+
+def test_all_books_are_checked_every_so_many_steps_if_asked() -> None:
+    desk = make_desk(check_every=3)
+    desk.submit("a", [1, 2, 3, 4, 5])
+    desk.step()
+    replica = desk.planner.replica
+    assert replica.cache is not None
+    (node,) = replica.running[0].nodes
+    node.pins[Tier.DEVICE] += 1
+    with pytest.raises(AssertionError, match="I2: a node has 2 DEVICE pins"):
+        for _ in range(3):
+            desk.planner.step(desk.now, [])
