@@ -27,6 +27,7 @@ from forebay.runtime.scorer import PromptScorer
 from forebay.runtime.stage_link import Activation, StageReceiver, StageSender
 
 NS = 1e-9
+AroundForward = Callable[[], AbstractContextManager[None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,7 @@ class Outcome:
 class Executor:
     """Runs plans in order. ``receiver`` is None on the first stage, ``sender`` on the last, ``sampler`` on all but one rank.
 
-    ``ring``: where spans go; ``around_forward``: entered around every forward pass. Both may be set between plans.
+    ``ring``: where spans go; ``around_forward``: entered around every forward pass.
     """
 
     def __init__(
@@ -58,14 +59,15 @@ class Executor:
         receiver: StageReceiver | None,
         sender: StageSender | None,
         sampler: Sampler | None,
+        around_forward: AroundForward = nullcontext,
     ) -> None:
         self.limits = limits
         self._mirror = Mirror(limits)
         self._stage = stage
         self._stage_number = stage_number
         self._pool = pool
-        self.ring = ring
-        self.around_forward: Callable[[], AbstractContextManager[None]] = nullcontext
+        self._ring = ring
+        self._around_forward = around_forward
         self._device = device
         self._copier = copier
         self._receiver = receiver
@@ -84,11 +86,11 @@ class Executor:
         gate = self._copier.load(plan)
         steps = self._mirror.apply(plan)
         batch = self._batch(steps)
-        self.ring.record(SpanKind.APPLY, began, plan.number, len(steps))
+        self._ring.record(SpanKind.APPLY, began, plan.number, len(steps))
         activation = Activation(plan.epoch, plan.number, batch.rows, plan.digest)
         inputs = self._inputs(steps, activation)
         began = time.monotonic_ns()
-        with self.around_forward():
+        with self._around_forward():
             output = self._stage.forward(
                 inputs,
                 batch,
@@ -98,7 +100,7 @@ class Executor:
             if self._device.type == "cuda":
                 torch.cuda.synchronize(self._device)
         ended = time.monotonic_ns()
-        self.ring.record(
+        self._ring.record(
             SpanKind.FORWARD, began, plan.number, batch.rows, self._stage_number, end_ns=ended
         )
         if self._sender is not None:
@@ -113,15 +115,14 @@ class Executor:
         if self._sender is not None:
             self._sender.settle()
 
-    def forget(self) -> None:
-        """As if no plan had run: a new mirror, and zeros in the pages that the old one names."""
+    def clear_pages(self) -> None:
+        """Zeros again in the pages that the mirror names; no plan may follow."""
         pages = torch.from_numpy(
             np.unique(
                 np.concatenate([self._mirror.table(slot) for slot in range(self.limits.slots)])
             )
         )
         self._pool.clear(pages)
-        self._mirror = Mirror(self.limits)
 
     def _waiting(self, plan: int, gate: LoadGate) -> Callable[[int], None]:
         """What a forward pass calls before each layer when pages of it may still be on their way."""
@@ -130,7 +131,7 @@ class Executor:
             if not gate.is_open(layer):
                 began = time.monotonic_ns()
                 gate.wait(layer)
-                self.ring.record(SpanKind.LOAD_WAIT, began, plan, part=layer)
+                self._ring.record(SpanKind.LOAD_WAIT, began, plan, part=layer)
 
         return wait
 
@@ -155,7 +156,7 @@ class Executor:
             return torch.from_numpy(tokens).to(self._device)
         began = time.monotonic_ns()
         hidden = self._receiver.receive(activation)
-        self.ring.record(SpanKind.RECEIVE, began, activation.plan, activation.tokens)
+        self._ring.record(SpanKind.RECEIVE, began, activation.plan, activation.tokens)
         return hidden
 
     def _sample(
@@ -174,7 +175,7 @@ class Executor:
             return (), scores
         began = time.monotonic_ns()
         chosen = self._sampler.sample(logits, asking)
-        self.ring.record(SpanKind.SAMPLE, began, plan.number, len(asking))
+        self._ring.record(SpanKind.SAMPLE, began, plan.number, len(asking))
         samples = tuple(
             Sample(step.slot, token, logprobs, self._sampler.failure(step.slot))
             for step, (token, logprobs) in zip(asking, chosen, strict=True)

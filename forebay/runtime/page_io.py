@@ -24,6 +24,7 @@ from forebay.core.messages import (
     StagedTicket,
     Store,
     StoreDone,
+    StoreHealth,
     Ticket,
     ToWorkerIo,
 )
@@ -76,6 +77,10 @@ class PageIo:
         self._fetchers = ThreadPoolExecutor(TICKETS_AT_ONCE, "fetch")
         self._storer = ThreadPoolExecutor(1, "store")
         self.staged = StagedRoute(epoch, rank, is_last_stage, ring, self._fetch_staged, say)
+
+    @property
+    def store_health(self) -> StoreHealth:
+        return self._store.figures
 
     def take(self, order: ToWorkerIo) -> None:
         """Start what the planner asks for; returns at once. Orders of another epoch are dropped (rule R1)."""

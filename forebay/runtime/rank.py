@@ -5,6 +5,7 @@ load --> LoadedRank -- allocate(pages, rendezvous) --> ReadyRank -- executor.run
 
 import errno
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from forebay.observe.events import SpanRing
 from forebay.observe.figures import Meter
 from forebay.runtime.boot import WorkerBoot
 from forebay.runtime.copy_engine import CopyEngine
-from forebay.runtime.execute import Executor
+from forebay.runtime.execute import AroundForward, Executor
 from forebay.runtime.grammars import Compiled, SlotGrammars
 from forebay.runtime.grid import Grid, Place, Rendezvous, device_of, join
 from forebay.runtime.host_pool import HostPool
@@ -43,13 +44,16 @@ class MemoryShortage(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ReadyRank:
-    """``s_per_token``: measured cost of this rank's layers in prefill."""
+    """``s_per_token``: measured cost of this rank's layers in prefill.
 
-    executor: Executor
+    ``executor``: makes what runs the plans, once it is known what goes around a forward pass.
+    """
+
     copier: CopyEngine
     host: HostPool
     grid: Grid
     s_per_token: float
+    executor: Callable[[SpanRing, AroundForward], Executor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,21 +122,27 @@ class LoadedRank:
         copier = CopyEngine(pool, host, ring, meter, saved)
         grid = join(self.place, self.device, self.rendezvous, order.rendezvous)
         self.stage.join(grid.tp_group)
-        executor = Executor(
-            self.stage,
-            self.place.stage,
-            pool,
-            self._limits(pages),
-            SpanRing("warm-up"),
-            self.device,
-            copier,
-            grid.receiver(self.config.hidden_size, self.stage.dtype),
-            grid.sender(),
-            self._sampler() if self.place.samples else None,
-        )
-        s_per_token = warm_up(executor, self.boot.epoch)
-        executor.ring = ring  # the passes of the warm-up are no plans
-        return ReadyRank(executor, copier, host, grid, s_per_token)
+        receiver = grid.receiver(self.config.hidden_size, self.stage.dtype)
+        sender = grid.sender()
+        sampler = self._sampler() if self.place.samples else None
+
+        def executor(ring: SpanRing, around_forward: AroundForward) -> Executor:
+            return Executor(
+                self.stage,
+                self.place.stage,
+                pool,
+                self._limits(pages),
+                ring,
+                self.device,
+                copier,
+                receiver,
+                sender,
+                sampler,
+                around_forward,
+            )
+
+        s_per_token = warm_up(executor(SpanRing("warm-up"), nullcontext), self.boot.epoch)
+        return ReadyRank(copier, host, grid, s_per_token, executor)
 
     def _sampler(self) -> Sampler:
         vocab_size = self.config.vocab_size

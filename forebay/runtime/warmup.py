@@ -1,7 +1,8 @@
 """The passes that a rank runs before it is ready: first calls are slow (kernels, allocators, connections), and are no measure.
 
-They are plans like any other, over the same links, run by all ranks at once. Afterwards the pages they wrote are zero again and
-the mirror is new, so that the first real plan finds a rank that has run nothing.
+They are plans like any other, over the same links, run by all ranks at once, by an executor of their
+own. Afterwards the pages they wrote are zero again: the first real plan finds a rank that has run
+nothing.
 """
 
 from collections.abc import Iterator
@@ -23,7 +24,7 @@ def warm_up(executor: Executor, epoch: int) -> float:
     for plan, tokens in zip(_plans(executor.limits, chunks, epoch), chunks, strict=True):
         costs.append(executor.run(plan).forward_s / tokens)
     executor.settle()
-    executor.forget()
+    executor.clear_pages()
     return costs[min(1, len(costs) - 1)]
 
 

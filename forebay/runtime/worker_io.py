@@ -10,8 +10,8 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
 from queue import SimpleQueue
+from typing import Protocol
 
 import zmq
 
@@ -31,6 +31,16 @@ _ORPHAN_GRACE_S = 5.0
 _LAST_WORD_S = 0.1  # for a line to be written
 _QUEUE_MESSAGES = 4096
 _LINGER_MS = 2000
+
+
+class Orders(Protocol):
+    """Who carries out what comes on the ticket channel: `runtime.page_io`."""
+
+    @property
+    def store_health(self) -> StoreHealth: ...
+
+    def take(self, order: ToWorkerIo) -> None:
+        """On the I/O thread; it must return at once."""
 
 
 class WorkerIo(threading.Thread):
@@ -55,11 +65,9 @@ class WorkerIo(threading.Thread):
         self._wake = os.eventfd(0)
         self._ended = threading.Event()
         self._outgoing: SimpleQueue[FromWorker] = SimpleQueue()
-        self._take: Callable[[ToWorkerIo], None] | None = None
+        self._orders: Orders | None = None  # while the rank loads no order can come
         self.applied = -1
         """The last plan that the compute loop has begun."""
-        self.store_health: Callable[[], StoreHealth] = StoreHealth
-        """What to report of the store."""
 
     def run(self) -> None:
         socket = connect(self._context, self._endpoint, self._identity)
@@ -98,9 +106,10 @@ class WorkerIo(threading.Thread):
         os.eventfd_write(self._wake, 1)
         self.join()  # the descriptor stays open: other threads may still want to say something
 
-    def serve_orders(self, take: Callable[[ToWorkerIo], None]) -> None:
-        """From now on ``take`` gets what comes on the ticket channel, on this thread; it must return at once."""
-        self._take = take
+    def serve_orders(self, orders: Orders) -> None:
+        """The rank has loaded: ``orders`` gets what comes on the ticket channel; once."""
+        assert self._orders is None
+        self._orders = orders
 
     def _take_all(self, socket: zmq.Socket[bytes]) -> None:
         while True:
@@ -109,8 +118,8 @@ class WorkerIo(threading.Thread):
             except zmq.Again:
                 return
             order = decode_to_worker_io(frame)
-            assert self._take is not None, "an order came before Ready was said"
-            self._take(order)
+            assert self._orders is not None, "an order came before Ready was said"
+            self._orders.take(order)
 
     def _send_all(self, socket: zmq.Socket[bytes]) -> None:
         while not self._outgoing.empty():
@@ -119,7 +128,8 @@ class WorkerIo(threading.Thread):
     def _beat(self, socket: zmq.Socket[bytes]) -> None:
         # A full queue means that the planner reads nothing: one heartbeat more would not tell it anything.
         with contextlib.suppress(zmq.Again):
-            beat = encode(Heartbeat(self._epoch, self._rank, self.applied, self.store_health()))
+            store = StoreHealth() if self._orders is None else self._orders.store_health
+            beat = encode(Heartbeat(self._epoch, self._rank, self.applied, store))
             socket.send_multipart((beat, self._meter.encoded()), zmq.NOBLOCK)
 
     def _end_as_orphan(self) -> None:

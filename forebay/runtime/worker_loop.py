@@ -10,6 +10,7 @@ Two threads: this one computes, `worker_io` keeps in touch with the planner mean
 
 import os
 import traceback
+from contextlib import nullcontext
 
 import torch
 import zmq
@@ -100,9 +101,11 @@ class Worker:
             raise PlanError(f"{type(message).__name__} came before Allocate")
         ready = loaded.allocate(message, self._ring, self._meter, self._saved)
         page_io = self._open_store(loaded, ready, message.namespace)
+        staged = page_io.staged.forward if boot.staged and page_io is not None else nullcontext
+        executor = ready.executor(self._ring, staged)
         self._send(Ready(boot.epoch, boot.rank, ready.s_per_token))
-        self._run_plans(ready.executor)
-        ready.executor.settle()
+        self._run_plans(executor)
+        executor.settle()
         ready.copier.stop()
         if page_io is not None:
             page_io.stop()
@@ -136,7 +139,6 @@ class Worker:
         store = open_for_rank(
             StoreAddress(boot.store_url, boot.store_secret, ready.host.lent), boot.rank, self._meter
         )
-        self._io.store_health = lambda: store.figures
         own = Layout.of(loaded.config, boot.pp, boot.tp)
         block = loaded.block
         manifest = Manifest(store, namespace, own)
@@ -154,9 +156,7 @@ class Worker:
             self._meter,
             self._io.send,
         )
-        if boot.staged:
-            ready.executor.around_forward = page_io.staged.forward
-        self._io.serve_orders(page_io.take)
+        self._io.serve_orders(page_io)
         return page_io
 
     def _saved(self, transfer: int, pages: int) -> None:
