@@ -9,17 +9,29 @@ import pytest
 
 ROOT = Path(__file__).parent.parent / "forebay"
 LAYERS = {
-    "core": set(),
+    "pages": {"store"},
+    "core": {"pages"},
     "observe": {"core"},
     "cache": set(),
     "compiled": {"cache"},
     "machine": set(),
     "store": {"core", "observe", "settings", "compiled", "machine", "cache"},
-    "models": {"core", "compiled", "cache"},
-    "sim": {"core", "store", "observe", "settings"},
-    "runtime": {"core", "observe", "store", "models", "settings", "compiled", "machine", "cache"},
-    "frontend": {"core", "observe", "models", "runtime", "settings"},
+    "models": {"core", "pages", "compiled", "cache"},
+    "sim": {"core", "pages", "store", "observe", "settings"},
+    "runtime": {
+        "core",
+        "pages",
+        "observe",
+        "store",
+        "models",
+        "settings",
+        "compiled",
+        "machine",
+        "cache",
+    },
+    "frontend": {"core", "pages", "observe", "models", "runtime", "settings"},
     "bench": {
+        "pages",
         "cache",
         "machine",
         "core",
@@ -162,3 +174,22 @@ def test_no_module_imports_itself_around() -> None:
     while leaves := {name for name, needs in left.items() if not needs & set(left)}:
         left = {name: needs for name, needs in left.items() if name not in leaves}
     assert not left, f"a circle is among {sorted(left)}"
+
+
+def test_pages_needs_neither_torch_nor_the_engine() -> None:
+    """What a plug-in of another engine imports: of the store the interface alone."""
+    for path in sorted((ROOT / "pages").rglob("*.py")):
+        for name in imports(path):
+            assert not name.startswith("torch"), f"{path.name} imports {name}"
+            if name.startswith("forebay."):
+                assert name.startswith(("forebay.pages.", "forebay.store.backend.")), (
+                    f"{path.name} imports {name}"
+                )
+
+
+def test_the_core_takes_hashes_alone_from_pages() -> None:
+    for path in sorted((ROOT / "core").rglob("*.py")):
+        for name in imports(path):
+            assert not name.startswith("forebay.pages") or name.startswith(
+                "forebay.pages.hashing."
+            ), f"core/{path.name} imports {name}"

@@ -13,11 +13,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from forebay.core.hashing import hash_chain, root_hash
 from forebay.core.messages import Plan, PlanDone, Sample, Submit, encode, pack_tokens
 from forebay.core.planner import GridReady, Planner
 from forebay.core.replica import PlannerConfig
 from forebay.core.sampling import SamplingParams
+from forebay.pages.hashing import hash_chain, root_hash
 
 DECODES, WAITING, CHUNK, PAGE = 64, 8, 512, 64
 CONTEXTS = (1024, 8192, 16384)

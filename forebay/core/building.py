@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 
 from forebay.core.admission import take_back_ready
 from forebay.core.digest import PlanDigest
-from forebay.core.hashing import TOKEN_BYTES
 from forebay.core.lifecycle import RequestState
 from forebay.core.messages import Backup, Opening, Piece, Plan, Remap
 from forebay.core.pace import PASS_WORK, work_of
@@ -26,6 +25,7 @@ from forebay.core.replica import InFlight, Replica
 from forebay.core.request import Request, Twin
 from forebay.core.transfers.backup import WRITE_BACK_FREE_SHARE, WritePolicy
 from forebay.core.tree import DEVICE, HOST, NONE
+from forebay.pages.hashing import TOKEN_BYTES
 
 OVERTAKE_WORK = 32 * PASS_WORK
 

@@ -1,7 +1,7 @@
 """Which model's keys and values a page holds: all that they depend on beside the tokens.
 
     weights, configuration, tokenizer, versions --> fingerprint --'
-    numbers: how computed, how kept -------------> kv_namespace --+--> root_hash (`core.hashing`)
+    numbers: how computed, how kept -------------> kv_namespace --+--> root_hash (`pages.hashing`)
     page size, salt, adapter, tenant -----------------------------'
 
 Equal keys mean equal weights, tokenizer and KV format. They do not mean equal rounding: another
@@ -12,7 +12,7 @@ import hashlib
 import struct
 from dataclasses import dataclass
 
-# How a page's block is laid out in host memory and in the store (`models.block`). Raise it when
+# How a page's block is laid out in host memory and in the store (`pages.block`). Raise it when
 # that changes: pages of another layout are then other pages, and are passed over.
 KV_LAYOUT_VERSION = 1
 # What goes into a fingerprint, and how. Version 1 covered the edges of weight files only.

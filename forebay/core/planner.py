@@ -17,7 +17,6 @@ from dataclasses import dataclass, field, replace
 
 from forebay.core import building, invariants
 from forebay.core.admission import admit
-from forebay.core.hashing import root_hash
 from forebay.core.lifecycle import Cause, Phase, RequestState, move
 from forebay.core.messages import (
     MAX_REQUEST_ID_CHARS,
@@ -51,6 +50,7 @@ from forebay.core.transfers.routes import FetchOrder
 from forebay.core.transfers.store import StoreEmptied, StoreWell
 from forebay.core.transfers.tickets import release_ready
 from forebay.core.tree import Tier
+from forebay.pages.hashing import root_hash
 
 MAX_FAULTS_ALONE = 2
 MAX_LOSSES = 4

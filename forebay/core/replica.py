@@ -148,6 +148,10 @@ class Replica:
             self.ledger,
         )
 
+    @property
+    def free_slots(self) -> int:
+        return len(self._slots)
+
     def next_arrival(self) -> int:
         self._arrivals += 1
         return self._arrivals

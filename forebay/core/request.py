@@ -18,11 +18,11 @@ nobody else can have caused.
 
 from dataclasses import dataclass
 
-from forebay.core.hashing import TOKEN_BYTES, page_hash
 from forebay.core.lifecycle import Phase, RequestState
 from forebay.core.messages import FinishReason, Submit, Usage, unpack_tokens
 from forebay.core.spans import SpanKind, TimedSpan, request_number
 from forebay.core.tree import Node
+from forebay.pages.hashing import TOKEN_BYTES, page_hash
 
 
 @dataclass(frozen=True, slots=True)

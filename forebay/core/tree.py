@@ -1,6 +1,6 @@
 """The prefix tree: one node per full, immutable page, resident in device memory, host memory or both.
 
-        root --- h0 --- h1 --- h2          a node's hash covers its whole prefix and namespace (`core.hashing`), so one flat
+        root --- h0 --- h1 --- h2          a node's hash covers its whole prefix and namespace (`pages.hashing`), so one flat
                     `-- h1'                dictionary is the tree: a match walks hashes until one is missing
 
 There are no multi-page nodes, so a lookup never splits anything and an operation in flight never finds its span re-cut.

@@ -18,7 +18,6 @@ from typing import Protocol
 
 import zmq
 
-from forebay.core.hashing import TOKEN_BYTES
 from forebay.core.messages import (
     Abort,
     CancelFlush,
@@ -36,6 +35,7 @@ from forebay.core.messages import (
 from forebay.core.spans import SpanKind, request_number
 from forebay.observe.events import Rings
 from forebay.observe.figures import Report, decode_report
+from forebay.pages.hashing import TOKEN_BYTES
 
 TICK_S = 0.5
 SILENCE_S = 5.0

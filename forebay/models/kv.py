@@ -3,7 +3,7 @@
     keys[layer]        (pages, kv_heads, page_size, head_dim)     values[layer]        the same
     key_scales[layer]  (pages, kv_heads, page_size)               value_scales[layer]  the same
 
-A page of one layer's keys is contiguous, head by head: exactly the piece of a block that L2 and L3 hold (`models.block`).
+A page of one layer's keys is contiguous, head by head: exactly the piece of a block that L2 and L3 hold (`pages.block`).
 Every slot holds finite numbers at all times, zeros at first: attention reads whole pages and masks what is not yet there.
 The pool owns memory only; who may use which page is the planner's business.
 """
@@ -18,19 +18,19 @@ import torch
 from torch import Tensor
 
 from forebay.models.batch import StageBatch
-from forebay.models.block import Block, Part
 from forebay.models.config import ModelConfig
 from forebay.models.kv_format import SCALE_DTYPE, KvFormat, kv_format
-from forebay.models.shard import Shard
+from forebay.models.shard import Shard, part_of
+from forebay.pages.block import Block
+from forebay.pages.spec import KvSpec
 
 
 def page_block(config: ModelConfig, shard: Shard, page_size: int, form: KvFormat) -> Block:
     """The bytes of one page on one rank: all its layers, keys and values."""
-    return Block(
-        Part.of(config, shard),
-        page_size * config.head_dim * form.storage.itemsize,
-        page_size * form.scale_bytes,
+    spec = KvSpec.keys_and_values(
+        page_size, config.head_dim, form.name, form.storage.itemsize, form.scale_bytes
     )
+    return Block(part_of(config, shard), spec)
 
 
 @dataclass(frozen=True, slots=True)

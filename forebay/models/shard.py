@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from forebay.models.config import ModelConfig
 from forebay.models.errors import ModelError
+from forebay.pages.block import Part
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +77,11 @@ def split_layers(layers: int, pp: int) -> list[range]:
     size, longer = divmod(layers, pp)
     bounds = [stage * size + min(stage, longer) for stage in range(pp + 1)]
     return [range(start, stop) for start, stop in itertools.pairwise(bounds)]
+
+
+def part_of(config: ModelConfig, shard: Shard) -> Part:
+    """What of a page's KV the rank of ``shard`` has."""
+    return Part(range(shard.layer_start, shard.layer_stop), shard.kv_heads(config))
 
 
 def check_tp(config: ModelConfig, tp_size: int) -> None:

@@ -1,4 +1,4 @@
-"""Host pages (L2) of one rank: one contiguous block a page, in the order of `models.block`.
+"""Host pages (L2) of one rank: one contiguous block a page, in the order of `pages.block`.
 
 The pool is a memfd: it has no name that could outlive a killed process, and a store on this machine is lent it, to copy straight out
 of.

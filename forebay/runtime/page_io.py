@@ -32,8 +32,8 @@ from forebay.core.spans import SpanKind
 from forebay.core.transfers.policy import TICKETS_AT_ONCE
 from forebay.observe.events import SpanRing
 from forebay.observe.figures import Meter
+from forebay.pages.reader import PageReader
 from forebay.runtime.host_pool import HostPool
-from forebay.runtime.page_reader import PageReader
 from forebay.runtime.staged import StagedRoute
 from forebay.store.backend import PutItem, Status
 from forebay.store.backends.guarded import WatchedStore

@@ -48,9 +48,8 @@ from forebay.runtime.boot import (
     ring_names,
 )
 from forebay.runtime.identity import Identifying
-from forebay.runtime.layouts import Layout
 from forebay.runtime.ranks import END_S, Endpoints, Ranks
-from forebay.runtime.store_access import StoreDesk, StoreView
+from forebay.runtime.store_access import StoreDesk, StoreView, layout_of
 from forebay.runtime.store_flush import StoreFlushes
 from forebay.runtime.telemetry import Telemetry
 from forebay.settings import FetchRoute, HostMode, Kernels, Schedule, Settings
@@ -445,7 +444,7 @@ def chunk_size(settings: Settings) -> int:
 
 def open_store_desk(boot: PlannerBoot, config: PlannerConfig, meter: Meter) -> StoreDesk:
     """The store that the settings name. Raises ``StoreURLError`` if it does not answer."""
-    own = Layout.of(load_config(Path(boot.model_path)), config.pp, config.tp)
+    own = layout_of(load_config(Path(boot.model_path)), config.pp, config.tp)
     return StoreDesk(boot.settings.store, own, meter)
 
 

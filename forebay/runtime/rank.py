@@ -12,7 +12,6 @@ from pathlib import Path
 import torch
 
 from forebay.core.messages import Allocate
-from forebay.models.block import Block
 from forebay.models.config import ModelConfig, load_config
 from forebay.models.errors import ModelError
 from forebay.models.fingerprint import check_marks
@@ -23,6 +22,7 @@ from forebay.models.llama import Kernels, Stage, load_stage
 from forebay.models.shard import Shard, shard_parameters, shards
 from forebay.observe.events import SpanRing
 from forebay.observe.figures import Meter
+from forebay.pages.block import Block
 from forebay.runtime.boot import WorkerBoot
 from forebay.runtime.copy_engine import CopyEngine
 from forebay.runtime.execute import AroundForward, Executor

@@ -17,8 +17,10 @@ import msgspec
 
 from forebay.core.messages import StoreHealth
 from forebay.core.transfers.lookup import QUERY_S, Hint, Query, QueryDone
+from forebay.models.config import ModelConfig
+from forebay.models.shard import split_layers
 from forebay.observe.figures import Meter, StoreState
-from forebay.runtime.layouts import Layout, Manifest, match_prefix
+from forebay.pages.layouts import Layout, Manifest, match_prefix
 from forebay.runtime.metered_store import MeteredStore
 from forebay.store.address import AddressError, StoreUrl, shown
 from forebay.store.backend import PageStore
@@ -165,6 +167,12 @@ class StoreDesk:
                 StoreCleared(call, objects // len(self._own.parts), time.monotonic() < deadline)
             )
             wake()
+
+
+def layout_of(config: ModelConfig, pp: int, tp: int) -> Layout:
+    """How the ranks of a `pp x tp` grid cut the model's pages."""
+    layers, share = split_layers(config.layers, pp), config.kv_heads // tp
+    return Layout((0, *(part.stop for part in layers)), tuple(range(0, config.kv_heads + 1, share)))
 
 
 def open_for_rank(address: StoreAddress, rank: int, meter: Meter) -> WatchedStore:

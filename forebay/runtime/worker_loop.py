@@ -33,16 +33,16 @@ from forebay.models.errors import ModelError
 from forebay.observe.events import SpanRing
 from forebay.observe.figures import Meter
 from forebay.observe.output import unhurried_output
+from forebay.pages.layouts import Manifest
+from forebay.pages.reader import PageReader
 from forebay.runtime.boot import WorkerBoot
 from forebay.runtime.execute import Executor
 from forebay.runtime.grid import DeviceError
-from forebay.runtime.layouts import Layout, Manifest
 from forebay.runtime.mirror import PlanError
 from forebay.runtime.page_io import PageIo
-from forebay.runtime.page_reader import PageReader
 from forebay.runtime.rank import LoadedRank, MemoryShortage, ReadyRank, load
 from forebay.runtime.stage_link import LinkError, NeighbourGone
-from forebay.runtime.store_access import StoreAddress, open_for_rank
+from forebay.runtime.store_access import StoreAddress, layout_of, open_for_rank
 from forebay.runtime.worker_io import WorkerIo, connect
 
 # Errors that say themselves, in one line, what is wrong and what to do.
@@ -139,7 +139,7 @@ class Worker:
         store = open_for_rank(
             StoreAddress(boot.store_url, boot.store_secret, ready.host.lent), boot.rank, self._meter
         )
-        own = Layout.of(loaded.config, boot.pp, boot.tp)
+        own = layout_of(loaded.config, boot.pp, boot.tp)
         block = loaded.block
         manifest = Manifest(store, namespace, own)
         reader = PageReader(store, ready.host, block, own, manifest)

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from itertools import product
 from typing import Any
 
-from forebay.core.hashing import hash_chain, root_hash
+from forebay.pages.hashing import hash_chain, root_hash
 from forebay.settings import FetchRoute, HostMode
 from forebay.sim.cluster import Cluster, ClusterError, StagedLook, make_cluster, read_table
 from forebay.sim.measures import Measures, summary_ms

@@ -4,8 +4,8 @@ import struct
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forebay.core.hashing import hash_chain, page_hash, root_hash
 from forebay.core.messages import pack_tokens
+from forebay.pages.hashing import hash_chain, page_hash, root_hash
 
 FIELDS = st.tuples(
     st.binary(max_size=6),

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from forebay.core.hashing import root_hash
 from forebay.core.identity import ModelIdentity, kv_namespace
+from forebay.pages.hashing import root_hash
 
 MODEL = ModelIdentity(b"config", b"tokenizer", (b"w" * 32, b"v" * 32))
 

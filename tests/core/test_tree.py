@@ -5,11 +5,11 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from forebay.core.hashing import hash_chain, root_hash
 from forebay.core.messages import pack_tokens
 from forebay.core.page_cache import PageCache
 from forebay.core.pages import Owner, PagePool
 from forebay.core.tree import NONE, Node, PrefixTree, Tier
+from forebay.pages.hashing import hash_chain, root_hash
 
 ROOT = root_hash(b"", "", 1)
 PREFIXES = st.lists(st.integers(1, 2), min_size=1, max_size=5).map(tuple)

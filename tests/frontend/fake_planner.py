@@ -12,7 +12,6 @@ from pathlib import Path
 
 import zmq
 
-from forebay.core.hashing import TOKEN_BYTES
 from forebay.core.messages import (
     Abort,
     FinishReason,
@@ -31,6 +30,7 @@ from forebay.core.messages import (
     encode,
 )
 from forebay.observe.events import Rings
+from forebay.pages.hashing import TOKEN_BYTES
 from forebay.runtime.boot import new_endpoint, new_identity, ring_names
 from tests.pace import paced
 

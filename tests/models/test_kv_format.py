@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from forebay.models.batch import SequenceWork
-from forebay.models.block import Part
 from forebay.models.config import load_config
 from forebay.models.kv import KVPool
 from forebay.models.kv_format import KV_FORMATS, kv_format
 from forebay.models.llama import Kernels
 from forebay.models.shard import whole
+from forebay.pages.block import Part
 from forebay.runtime.host_pool import HostPool
 
 # Relative to the vector's largest number: half a step of int8, half a step of three bits of mantissa.

@@ -25,11 +25,12 @@ from forebay.models.kv_format import kv_format
 from forebay.models.shard import shards
 from forebay.observe.events import SpanRing
 from forebay.observe.figures import Meter
+from forebay.pages.layouts import Manifest
+from forebay.pages.reader import PageReader
 from forebay.runtime.copy_engine import CopyEngine
 from forebay.runtime.host_pool import HostPool
-from forebay.runtime.layouts import Layout, Manifest
 from forebay.runtime.page_io import PageIo
-from forebay.runtime.page_reader import PageReader
+from forebay.runtime.store_access import layout_of
 from forebay.store.backends.directory import DirectoryStore
 from forebay.store.backends.guarded import GuardedStore
 
@@ -56,7 +57,7 @@ class Tiers:
             self.device, self.host, ring, meter, lambda transfer, pages: self._heard.set()
         )
         store = GuardedStore(DirectoryStore(directory, 1 << 30), print)
-        own = Layout.of(config, 1, 1)
+        own = layout_of(config, 1, 1)
         block = page_block(config, shard, PAGE_SIZE, form)
         manifest = Manifest(store, NAMESPACE, own)
         reader = PageReader(store, self.host, block, own, manifest)

@@ -14,13 +14,14 @@ from hypothesis import strategies as st
 
 from forebay import LLM, RequestOutput, SamplingParams
 from forebay.core.messages import PageKey
-from forebay.models.block import Block, Part
 from forebay.models.config import parse_config
 from forebay.models.kv import KVPool
 from forebay.models.shard import Shard
+from forebay.pages.block import Block, Part
+from forebay.pages.layouts import RECORD_BYTES, SLOTS, Layout, Manifest, match_prefix
+from forebay.pages.reader import PageReader
+from forebay.pages.spec import KvSpec
 from forebay.runtime.host_pool import HostPool
-from forebay.runtime.layouts import RECORD_BYTES, SLOTS, Layout, Manifest, match_prefix
-from forebay.runtime.page_reader import PageReader
 from forebay.store.backend import PutItem, Status
 from forebay.store.backends.directory import DirectoryStore
 from tests.frontend.tiny_text import VOCABULARY, write_text_model
@@ -219,7 +220,11 @@ class Pages:
         pool = KVPool(CONFIG, shard, 1, PAGE_SIZE, torch.float32, torch.device("cpu"))
         host = HostPool(pool, len(self.hashes))
         return PageReader(
-            self.store, host, Block(part, HEAD_BYTES), own, Manifest(self.store, b"model", own)
+            self.store,
+            host,
+            Block(part, KvSpec.keys_and_values(1, HEAD_BYTES, "uint8", 1)),
+            own,
+            Manifest(self.store, b"model", own),
         ), host
 
     def read(self, own: Layout) -> list[int]:

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 
 import pytest
 
-from forebay.core.hashing import hash_chain, root_hash
 from forebay.core.messages import FetchProgress, Plan, PlanDone
 from forebay.core.tree import TIERS
+from forebay.pages.hashing import hash_chain, root_hash
 from forebay.settings import FetchRoute
 from forebay.sim.cluster import StagedLook
 from forebay.sim.measures import Measures

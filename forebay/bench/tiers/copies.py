@@ -30,13 +30,13 @@ from forebay.models.kv_format import kv_format
 from forebay.models.shard import shards
 from forebay.observe.events import SpanRing
 from forebay.observe.figures import Meter
+from forebay.pages.layouts import Manifest
+from forebay.pages.reader import PageReader
 from forebay.runtime.compute_dtype import compute_dtype
 from forebay.runtime.copy_engine import CopyEngine
 from forebay.runtime.host_pool import HostPool
-from forebay.runtime.layouts import Layout, Manifest
 from forebay.runtime.page_io import PageIo
-from forebay.runtime.page_reader import PageReader
-from forebay.runtime.store_access import StoreAddress, open_for_rank
+from forebay.runtime.store_access import StoreAddress, layout_of, open_for_rank
 from forebay.settings import KvDType, Settings
 from forebay.store.backend import PutItem, Status
 from forebay.store.backends.embedded import EmbeddedStore
@@ -88,7 +88,7 @@ class _Rank:
         self.store = open_for_rank(
             StoreAddress(self._process.url, self._process.secret, self.host.lent), 0, Meter()
         )
-        own = Layout.of(config, settings.pp, settings.tp)
+        own = layout_of(config, settings.pp, settings.tp)
         manifest = Manifest(self.store, b"bench tiers", own)
         self.part = manifest.name(block.part)
         self.new_part = Manifest(self.store, b"new pages", own).name(block.part)

@@ -70,8 +70,8 @@ def before(owner: Any, name: str, act: Callable[..., None]) -> None:
 
 
 def obey_as_rank() -> None:
-    from forebay.core.hashing import TOKEN_BYTES
     from forebay.core.messages import Plan
+    from forebay.pages.hashing import TOKEN_BYTES
     from forebay.runtime import rank as ranks
     from forebay.runtime.boot import WorkerBoot
     from forebay.runtime.copy_engine import CopyEngine

@@ -15,9 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from forebay.models.block import Part
-from forebay.models.config import ModelConfig
-from forebay.models.shard import split_layers
+from forebay.pages.block import Part
 from forebay.store.backend import GetItem, PageStore, PutItem, Status
 
 SLOTS = 16
@@ -38,14 +36,6 @@ class Layout:
 
     layer_bounds: tuple[int, ...]
     head_bounds: tuple[int, ...]
-
-    @classmethod
-    def of(cls, config: ModelConfig, pp: int, tp: int) -> "Layout":
-        layers = split_layers(config.layers, pp)
-        share = config.kv_heads // tp
-        return cls(
-            (0, *(part.stop for part in layers)), tuple(range(0, config.kv_heads + 1, share))
-        )
 
     @property
     def parts(self) -> tuple[Part, ...]:

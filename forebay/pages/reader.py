@@ -10,16 +10,38 @@ A page has come when every run of it that this rank needs has come. Pages of one
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
-from forebay.core.messages import PageKey
-from forebay.models.block import Block, Run
-from forebay.runtime.host_pool import HostPool
-from forebay.runtime.layouts import Layout, Manifest, match_prefix
+from forebay.pages.block import Block, Run
+from forebay.pages.layouts import Layout, Manifest, match_prefix
 from forebay.store.backend import GetItem, PageStore, Status
 
 FEW_RUNS = 4
 LONG_RUN_BYTES = 64 << 10
 SCRATCH_BYTES = 16 << 20
+
+
+class WantedPage(Protocol):
+    """``host``: the host page that it is read into. ``group``: the hash of its prefix's first page."""
+
+    @property
+    def host(self) -> int: ...
+
+    @property
+    def hash(self) -> bytes: ...
+
+    @property
+    def group(self) -> bytes: ...
+
+
+class HostBlocks(Protocol):
+    """Host pages of a rank, each one block."""
+
+    @property
+    def block_bytes(self) -> int: ...
+
+    def block(self, page: int) -> memoryview:
+        """The page's bytes, writable."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +76,7 @@ class _Batch:
         self._owners: list[int] = []
         self._copies: list[tuple[int, _Source, bytearray, memoryview]] = []
 
-    def add(self, index: int, page: PageKey, source: _Source, block: memoryview) -> None:
+    def add(self, index: int, page: WantedPage, source: _Source, block: memoryview) -> None:
         """Page number ``index`` of the batch wants what ``source`` has of it."""
         key = page.hash + source.name
         if source.is_direct:
@@ -87,7 +109,7 @@ class PageReader:
     """Of one rank. ``block``: how its own part of a page lies in ``host``. Thread-safe."""
 
     def __init__(
-        self, store: PageStore, host: HostPool, block: Block, own: Layout, manifest: Manifest
+        self, store: PageStore, host: HostBlocks, block: Block, own: Layout, manifest: Manifest
     ) -> None:
         assert block.size == host.block_bytes, (block.size, host.block_bytes)
         self._store = store
@@ -97,7 +119,7 @@ class PageReader:
         self._manifest = manifest
         self._latest = own  # what a page was read in last: the next one is in it too, most likely
 
-    def read(self, pages: Sequence[PageKey], timeout_s: float) -> int:
+    def read(self, pages: Sequence[WantedPage], timeout_s: float) -> int:
         """How many of ``pages`` came, from the front. Bytes of the others' host pages are undefined."""
         deadline = time.monotonic() + timeout_s
         done = 0
@@ -105,7 +127,7 @@ class PageReader:
             done += came
         return done
 
-    def match(self, pages: Sequence[PageKey], timeout_s: float) -> int:
+    def match(self, pages: Sequence[WantedPage], timeout_s: float) -> int:
         """How many leading pages of one prefix the store has, as far as this rank needs them. They will be read at once."""
         hashes, group = [page.hash for page in pages], pages[0].group if pages else b""
         return match_prefix(
@@ -118,7 +140,7 @@ class PageReader:
             needed=self._block.part,
         )
 
-    def _read_some(self, pages: Sequence[PageKey], deadline: float) -> int:
+    def _read_some(self, pages: Sequence[WantedPage], deadline: float) -> int:
         """Pages from the front, as many as come in one layout; 0 if the first is there in none, or the store does not give it."""
         for layout in self._layouts(deadline):
             came, status = self._read_as(layout, pages, deadline)
@@ -139,7 +161,7 @@ class PageReader:
                 yield layout
 
     def _read_as(
-        self, layout: Layout, pages: Sequence[PageKey], deadline: float
+        self, layout: Layout, pages: Sequence[WantedPage], deadline: float
     ) -> tuple[int, Status]:
         left = deadline - time.monotonic()
         if left <= 0:
