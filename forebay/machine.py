@@ -67,6 +67,15 @@ def cores(root: Path = Path("/")) -> Cores:
     return Cores(max(int(min([present, *quotas])), 1), present)
 
 
+def out_of_memory_kills(root: Path = Path("/")) -> int:
+    """Processes that the kernel has ended in this process's groups because a limit was reached."""
+    return sum(
+        _table(group / name, " ").get("oom_kill", 0)
+        for group in _groups(root, "memory")
+        for name in ("memory.events", "memory.oom_control")
+    )
+
+
 def shared_memory(root: Path = Path("/")) -> int:
     """Bytes free in /dev/shm, which container engines make small; 0 where there is none."""
     try:

@@ -414,9 +414,11 @@ def unknown_variables(environment: Mapping[str, str]) -> list[str]:
     """A line for each variable that begins like a setting's and is none."""
     known = {name: field for field in fields() for name in field.names}
     found = []
-    for key in sorted(environment):
+    for key, value in sorted(environment.items()):
         name = key.removeprefix(ENVIRONMENT_PREFIX).lower()
-        if key.startswith(ENVIRONMENT_PREFIX) and key not in OTHER_VARIABLES and name not in known:
+        if not key.startswith(ENVIRONMENT_PREFIX) or _is_for_others(key, value):
+            continue
+        if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"; did you mean {ENVIRONMENT_PREFIX}{near[0].upper()}?" if near else ""
             found.append(f"the environment has {key}, which is no setting{hint}")

@@ -118,6 +118,17 @@ def test_version_1(v1: Tree) -> None:
     assert (found.limit, found.available) == (2 * GIB, 3 * GIB // 2)
 
 
+def test_what_a_limit_has_killed(v2: Tree) -> None:
+    assert machine.out_of_memory_kills(v2.root) == 0
+    v2.groups(pod__box__memory_events="low 0\nmax 7\noom_kill 2")
+    assert machine.out_of_memory_kills(v2.root) == 2
+
+
+def test_what_a_limit_of_version_1_has_killed(v1: Tree) -> None:
+    v1.groups(memory__pod__memory_oom_control="oom_kill_disable 0\nunder_oom 0\noom_kill 3")
+    assert machine.out_of_memory_kills(v1.root) == 3
+
+
 @pytest.mark.usefixtures("eight_cores")
 @pytest.mark.parametrize(
     ("own", "above", "usable"),

@@ -44,7 +44,7 @@ def run_bench_engine(
         result = run(
             model, settings, other, rounds, say, [name for name in only.split(",") if name]
         )
-    except (BenchError, EngineDown, ModelError, StartError) as error:
+    except (BenchError, EngineDown, ModelError, StartError, OSError) as error:
         raise UserError(str(error)) from error
     if as_json:
         print(json.dumps(result))

@@ -57,7 +57,7 @@ def run_bench_endurance(
                 directory = stack.enter_context(scratch_directory("endurance"))
                 arguments += ["--store", _STORE.format(directory=directory)]
             result = run(model, arguments, load_minutes, idle_minutes, seed=0, say=say)
-    except EnduranceError as error:
+    except (EnduranceError, OSError) as error:
         raise UserError(str(error)) from error
     if as_json:
         print(json.dumps(result))

@@ -450,7 +450,8 @@ def open_store_desk(boot: PlannerBoot, config: PlannerConfig, meter: Meter) -> S
 
 def must_have_store(settings: Settings) -> bool:
     """Whether somebody asked for the store, or for what is nothing without one."""
-    return "store" in settings.given or settings.host_mode is HostMode.STAGING
+    is_named = "store" in settings.given or settings.store != Settings().store
+    return is_named or settings.host_mode is HostMode.STAGING
 
 
 def worker_template(

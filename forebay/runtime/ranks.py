@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import msgspec
 import zmq
 
+from forebay import machine
 from forebay.core.messages import (
     Allocate,
     Fault,
@@ -38,6 +39,7 @@ from forebay.core.planner import Event, GridLost, GridReady
 from forebay.runtime.boot import PlannerBoot, WorkerBoot, new_identity
 from forebay.runtime.child_end import ChildEnd
 from forebay.runtime.spawn import is_stopped, spawn_worker
+from forebay.settings import format_size
 
 HELLO_S = 120.0  # an interpreter that imports torch from a cold disk
 START_SILENCE_S = 60.0  # loading may keep a rank from its heartbeat for a while
@@ -89,6 +91,7 @@ class Ranks:
         self._max_pages = -(-boot.max_context // worker.page_size) * worker.max_running
         self._ranks: list[_Rank] = []
         self._started = False
+        self._kills = machine.out_of_memory_kills()
         for rank in range(worker.pp * worker.tp):
             plan_identity, io_identity = new_identity(), new_identity()
             own = _for_rank(worker, rank, epoch, endpoints, plan_identity, io_identity)
@@ -162,6 +165,12 @@ class Ranks:
 
     def _ended(self, index: int, rank: _Rank, code: int) -> GridLost:
         text = f"rank {index} (process {rank.process.pid}) {_ending(code)}"
+        if -code == signal.SIGKILL and machine.out_of_memory_kills() > self._kills:
+            memory = machine.memory()
+            text += (
+                f", since {memory.where}, {format_size(memory.limit)}, was used up; "
+                "give it more, or less with --host-memory and --device-memory"
+            )
         return GridLost(self.epoch, text, faulted=-code in CRASHES)
 
     def _late_start(self, now: float, rank: _Rank) -> str:

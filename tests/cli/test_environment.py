@@ -4,7 +4,7 @@ import pytest
 
 from forebay.models.errors import ModelError
 from forebay.models.resolve import resolve_model
-from forebay.settings import SettingsError, resolve
+from forebay.settings import SettingsError, resolve, unknown_variables
 
 
 def injected(service: str, port: int) -> dict[str, str]:
@@ -28,6 +28,7 @@ def injected(service: str, port: int) -> dict[str, str]:
 @pytest.mark.parametrize("service", ["FOREBAY", "FOREBAY_STORE", "FOREBAY_PORT", "FOREBAY_A_B"])
 def test_a_services_variables_set_nothing(service: str) -> None:
     assert resolve({}, environment=injected(service, 9000)) == resolve({}, environment={})
+    assert unknown_variables(injected(service, 9000)) == []
 
 
 def test_an_address_of_version_6_is_one_too() -> None:
