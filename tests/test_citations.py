@@ -41,8 +41,11 @@ def sources() -> list[Path]:
 
 
 def prose(path: Path) -> str:
-    """Comments, docstrings and messages; of scenarios the comments. Line breaks become spaces."""
-    lines = path.read_text().splitlines()
+    """What is written for people; of scenarios and C the comments alone. Line breaks become spaces."""
+    text = path.read_text()
+    if path.suffix in (".c", ".h"):
+        text = "\n".join(re.findall(r"/\*.*?\*/", text, re.S))
+    lines = text.splitlines()
     if path.suffix == ".txt":
         lines = [line for line in lines if line.startswith("#")]
     return " ".join(line.strip().lstrip("#*/ ") for line in lines)
