@@ -19,7 +19,8 @@ from forebay.compiled import NotCompiled, Sources
 from forebay.core.messages import Copy
 
 Pages = npt.NDArray[np.int64]
-SOURCES = Sources(Path(__file__).parent / "native", ("pages.c",), "page copies")
+# Nothing in it but calls of memcpy: no instruction that a processor might lack.
+SOURCES = Sources(Path(__file__).parent / "native", ("pages.c",), "page copies", flags=("-O2",))
 
 
 class PagePairs:

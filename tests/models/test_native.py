@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from forebay.compiled import cpu_flags
 from forebay.models.batch import SequenceWork, build_batch
 from forebay.models.config import ModelConfig
 from forebay.models.errors import ModelError
@@ -20,7 +21,7 @@ from forebay.models.kv import KVPool
 from forebay.models.kv_format import KV_FORMATS, kv_format
 from forebay.models.layers import Head, LayerWeights, Matrix, TorchLayers
 from forebay.models.llama import Kernels
-from forebay.models.native.build import BUILDS, NoKernels, library
+from forebay.models.native.build import BUILDS, NoKernels, _best, library
 from forebay.models.native.engine import NativeLayers, refuse_unknown
 from forebay.models.rope import RopeTable
 from forebay.models.shard import Shard, whole
@@ -382,3 +383,14 @@ def test_a_build_that_this_cpu_cannot_run_is_refused(monkeypatch, make_model, pi
             pipeline(make_model(), kernels=Kernels.NATIVE_AVX2)
     finally:
         library.cache_clear()
+
+
+def test_of_two_builds_that_may_be_faster_the_trials_decide(monkeypatch) -> None:
+    without = cpu_flags() - {"avx512_bf16"}
+    monkeypatch.setattr("forebay.models.native.build.cpu_flags", lambda: without)
+    here = {build.name: build for build in BUILDS if build.runs_here()}
+    first = next(iter(here.values()))
+    rivals = [first, *([here[first.rival]] if first.rival else [])]
+    chosen = _best()
+    assert chosen in rivals
+    assert chosen.sources.trial_ns() == min(build.sources.trial_ns() for build in rivals)

@@ -44,6 +44,20 @@ def test_small_libraries_are_said_and_only_then_compiled(tmp_path: Path) -> None
     assert probe(tmp_path, "nothing") == ("True True True", [])  # taken as they lie there
 
 
+def test_a_library_that_traps_is_not_loaded(monkeypatch, tmp_path: Path) -> None:
+    """A flag of the CPU that is there although the instruction is not: the process goes on without."""
+    trap = tmp_path / "trap.c"
+    trap.write_text("__attribute__((constructor)) static void trap(void) { __builtin_trap(); }\n")
+    compiler = tmp_path / "trapping"
+    tried = 'case "$*" in *-march=native*-shared*) exec cc "$@"'
+    compiler.write_text(f'#!/bin/sh\n{tried} {trap} ;; esac\nexec cc "$@"\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CC", str(compiler))
+    assert probe(tmp_path / "cache", "all")[0] == "True False False"  # page copies need no flag
+    found, said = probe(tmp_path / "cache", "all")
+    assert (found, said) == ("True False False", [])  # neither compiled nor tried again
+
+
 def test_a_server_with_torch_kernels_compiles_nothing(tmp_path: Path) -> None:
     """Nor does the private store's process, which its parent has to tell."""
     model = write_random_weights(write_text_model(tmp_path / "model"))

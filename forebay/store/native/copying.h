@@ -135,3 +135,32 @@ static uint32_t copy_crc32c(uint8_t *to, const uint8_t *from, int64_t count, uin
     return ~(uint32_t)open;
 }
 #endif
+
+/* ------------------------------------------------------------------------------------------ the trial
+
+   What a new library is tried with, in a process of its own (forebay/compiled.py): whatever a processor says that it knows, an instruction
+   that traps ends that process. ns, or -1 if a copy or a checksum is wrong. */
+#include <time.h>
+
+__attribute__((visibility("default"))) int64_t forebay_trial(void) {
+    enum { COUNT = 4 * 8192 + 77 };
+    static uint8_t from[COUNT + LINE], to[COUNT + LINE];
+    struct timespec began, ended;
+    int good = 1;
+    for (int i = 0; i < COUNT; i++) from[i] = (uint8_t)(i * 31 + (i >> 8));
+    clock_gettime(CLOCK_MONOTONIC, &began);
+    copy_streamed(to + 1, from, COUNT);
+    good &= !memcmp(to + 1, from, COUNT);
+#ifdef __SSE4_2__
+    for (int stream = 0; stream < 2; stream++) {
+        memset(to, 0, sizeof to);
+        /* "123456789" has a checksum that every description of CRC32C gives. */
+        good &= copy_crc32c(to, (const uint8_t *)"123456789", 9, 0, stream) == 0xe3069283u;
+        uint32_t whole = copy_crc32c(to, from, COUNT, 0, stream), half = copy_crc32c(to, from, COUNT / 2, 0, stream);
+        good &= copy_crc32c(to + COUNT / 2, from + COUNT / 2, COUNT - COUNT / 2, half, stream) == whole;
+        good &= !memcmp(to, from, COUNT);
+    }
+#endif
+    clock_gettime(CLOCK_MONOTONIC, &ended);
+    return good ? (ended.tv_sec - began.tv_sec) * INT64_C(1000000000) + ended.tv_nsec - began.tv_nsec : -1;
+}

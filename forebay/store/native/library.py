@@ -15,7 +15,9 @@ from forebay.compiled import NotCompiled, Sources
 from forebay.store.crc import crc32c
 
 Bytes = npt.NDArray[np.uint8]
-SOURCES = Sources(Path(__file__).parent, ("bytes.c", "copying.h"), "the store's copies")
+SOURCES = Sources(
+    Path(__file__).parent, ("bytes.c", "copying.h"), "the store's copies", trial="forebay_trial"
+)
 STREAM_FROM_BYTES = (
     8 << 20
 )  # what is larger does not stay in caches anyway, and would push out what does

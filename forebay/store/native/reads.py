@@ -10,7 +10,9 @@ from typing import Any
 
 from forebay.compiled import NotCompiled, Sources
 
-SOURCES = Sources(Path(__file__).parent, ("reads.c", "copying.h"), "the store's reads")
+SOURCES = Sources(
+    Path(__file__).parent, ("reads.c", "copying.h"), "the store's reads", trial="forebay_trial"
+)
 POLL_NS = 100_000  # some time more than a small read of an SSD takes
 _IDLE, _PREPARED, _UNDER_WAY, _ENDED = range(4)
 
