@@ -30,6 +30,7 @@ from forebay.core.planner import Effects, Event, GridLost, GridReady, Planner
 from forebay.core.sampling import SamplingParams
 from forebay.core.transfers.lookup import Query, QueryDone
 from forebay.core.tree import TIERS
+from forebay.sim import other_models
 from forebay.sim.checkers import ClientChecker, FenceChecker, check_stored
 from forebay.sim.coverage import CONCERNING, Cell
 from forebay.sim.fake_store import FakeStore
@@ -50,6 +51,7 @@ STANDSTILL_S = 200.0
 STALE_MEMORY = 8
 STEMS = 4
 FULL_CHECK_STEPS = 32
+OTHERS_SHARE = 0.2  # of histories: other models' servers use the same store
 # Of a history's requests, so many have a position at which numbers come to NaN.
 TAINT_SHARES = (0.0, 0.0, 0.0, 0.1, 0.3)
 
@@ -113,6 +115,7 @@ class History:
         # A stream of its own: other seeds stay the histories that they were.
         self._taints = random.Random(~seed)
         self._taint_share = self._taints.choice(TAINT_SHARES)
+        self._has_other_models = self.options.has_store and self._taints.random() < OTHERS_SHARE
         self._truth = Truth()
         self._fence = self._new_fence()
         self._stems = [
@@ -216,8 +219,18 @@ class History:
             submit.request_id, stamps(submit.salt, tokens + emitted), submit.params.seed
         )
         self.client.submitted(submit, emitted, reason)
+        if self._has_other_models:
+            self._store_others(submit)
         self._may_taint(submit.request_id, len(tokens) + len(emitted) - 1)
         self.inbox.append(submit)
+
+    def _store_others(self, submit: Submit) -> None:
+        """Servers of other models have stored their pages of this prompt."""
+        page_size, ranks = self.options.page_size, self.options.pp * self.options.tp
+        for hashes in other_models.page_hashes(submit.prompt, page_size, submit.salt):
+            for hash in hashes:
+                for rank in range(ranks):
+                    self.store.put(hash, rank, [other_models.FOREIGN] * page_size)
 
     def _may_taint(self, request_id: str, positions: int) -> None:
         if self._taints.random() < self._taint_share:

@@ -8,6 +8,7 @@ from forebay.core.residency import CACHE, STAGING
 from forebay.core.transfers.backup import WritePolicy
 from forebay.core.transfers.policy import FetchPolicy
 from forebay.sim.grid import Timing
+from forebay.sim.other_models import OURS
 from forebay.sim.preset import Preset
 
 
@@ -106,6 +107,7 @@ def planner_config(options: Options) -> PlannerConfig:
     return PlannerConfig(
         pp=options.pp,
         tp=options.tp,
+        fingerprint=OURS.fingerprint(),
         page_size=options.page_size,
         chunk_size=options.chunk_size,
         max_context=options.max_context,

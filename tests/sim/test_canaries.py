@@ -1,5 +1,6 @@
 """Planted bugs: each must be found within a few hundred histories, or the simulator has gone blind."""
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 
@@ -8,6 +9,7 @@ import pytest
 
 from forebay.core import admission, building, planner, request
 from forebay.core.digest import PlanDigest
+from forebay.core.identity import ModelIdentity
 from forebay.core.ledger import FetchLedger
 from forebay.core.messages import (
     Copy,
@@ -29,6 +31,7 @@ from forebay.core.transfers.load import LoadQueue
 from forebay.core.transfers.store import StoreQueue
 from forebay.core.transfers.tickets import Tickets
 from forebay.core.tree import NONE, Node, PrefixTree, Tier
+from forebay.sim import other_models
 from forebay.sim.fuzz import CampaignError, run_campaign
 from forebay.sim.rank import FakeRank
 
@@ -430,7 +433,35 @@ def store_what_may_still_turn_out_to_be_tainted(patch: pytest.MonkeyPatch) -> No
     patch.setattr(StoreQueue, "want", hasty)
 
 
+def leave_out_of_the_key(**part: object) -> Patch:
+    """One part of a model's identity does not count: its pages and another model's have one name."""
+
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        whole = ModelIdentity.fingerprint
+        patch.setattr(
+            ModelIdentity, "fingerprint", lambda self: whole(dataclasses.replace(self, **part))
+        )
+
+    plant.__name__ = f"leave_{next(iter(part))}_out_of_the_key"
+    return plant
+
+
+def forget_how_numbers_are_kept(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(other_models, "kv_namespace", lambda kept, computed: computed)
+
+
+def forget_how_numbers_are_computed(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(other_models, "kv_namespace", lambda kept, computed: kept)
+
+
 CANARIES: list[Patch] = [
+    leave_out_of_the_key(config=b""),
+    leave_out_of_the_key(tokenizer=b""),
+    leave_out_of_the_key(weights=()),
+    leave_out_of_the_key(kv_layout=0),
+    leave_out_of_the_key(version=0),
+    forget_how_numbers_are_kept,
+    forget_how_numbers_are_computed,
     keep_what_a_tainted_plan_wrote,
     let_those_go_on_who_built_on_taint,
     take_the_token_of_a_tainted_piece,
