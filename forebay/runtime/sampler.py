@@ -189,7 +189,7 @@ class Sampler:
         # The peak goes first: divided by a tiny temperature it would be infinite.
         logits -= logits.amax(dim=-1, keepdim=True)
         logits /= self._column([max(p.temperature, _TEMPERATURE_MIN) for p in params])
-        weights = logits.exp_()
+        weights = _exp(logits)
         self._filter(weights, params)
         cumulated = weights.cumsum(dim=-1, dtype=torch.float64)
         totals = cumulated[:, -1:]
@@ -282,6 +282,17 @@ class Sampler:
     def _column(self, values: list[float], dtype: torch.dtype = torch.float32) -> Tensor:
         """(len(values), 1)"""
         return torch.tensor(values, dtype=dtype, device=self._device).unsqueeze(1)
+
+
+def _exp(logits: Tensor) -> Tensor:
+    """In place. PyTorch's takes four times as long on a CPU where many are minus infinity; NumPy's
+    does not.
+    """
+    if logits.device.type != "cpu":
+        return logits.exp_()
+    values = logits.numpy()
+    np.exp(values, out=values)
+    return logits
 
 
 def _refuse(logits: Tensor, refused: npt.NDArray[np.bool_]) -> None:
