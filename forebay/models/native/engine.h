@@ -9,14 +9,15 @@
 #define KEYS 64        /* keys that are scored before their values are added */
 #define FEW 8          /* query heads of a key/value head that one decoded row brings */
 #define CHUNK_ROWS 128 /* of a work item of a product */
-#define DEPTH (LANES == 16 ? 128 : 256) /* of weights that are widened at a time: near 16 KiB */
 
 /* bfloat16 is multiplied as it is, two and two, where one instruction does that. Elsewhere weights
    are widened on their way, and what lies between a layer's products is float32. */
 #ifdef __AVX512BF16__
 #define MULTIPLIES_BF16 1
+#define DEPTH 1024 /* units of weights that many rows meet at a time */
 #else
 #define MULTIPLIES_BF16 0
+#define DEPTH (LANES == 16 ? 128 : 256) /* of weights that are widened at a time: near 16 KiB */
 #endif
 
 typedef struct Engine {
