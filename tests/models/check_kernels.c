@@ -142,9 +142,15 @@ static void run(Engine *engine, const Layer *layer, const LayerPages *pages, con
             at_pages[i] = tables[(first + i) / PAGE], offsets[i] = (first + i) % PAGE;
         }
         Span span = {.rows = count, .context = first};
-        Batch batch = {positions, &span, tables, rows, at_pages, offsets, cosines, sines, count, 1, count, PAGE};
+        uint8_t finite[SEEN];
+        memset(finite, 1, sizeof finite);
+        Batch batch = {.positions = positions, .spans = &span, .tables = tables, .write_rows = rows,
+                       .write_pages = at_pages, .write_offsets = offsets, .cosines = cosines, .sines = sines,
+                       .finite = finite, .rows = count, .span_count = 1, .writes = count, .page_size = PAGE};
         if (forebay_layers(engine, layer, pages, 1, &batch, (char *)hidden + first * SIZE * (dtype == BF16 ? 2 : 4)))
             exit(2);
+        for (int i = 0; i < count; i++)
+            if (!finite[i]) exit(3);
     }
     free(cosines), free(sines);
 }
