@@ -15,7 +15,7 @@ typedef struct {
     A *out; /* (rows, outputs); one of the three */
     W *hidden;
     float *logits;
-    int rows, inner, outputs, chunks;
+    int rows, inner, outputs, chunks, wide;
     const Engine *engine;
 } N(Linear);
 
@@ -126,6 +126,46 @@ static void N(few_rows)(const N(Linear) *job, int row, int rows, const void *pan
 #endif
 }
 
+#ifndef IS_WIDENED
+/* One row and two panels at a time: its time is that of reading them, and two streams are read
+   faster than one. The order of each sum is the tile's. */
+static void N(two_panels)(const U *x, const U *one, const U *other, long depth, float *sums, float *seconds) {
+    f32v s[2][COLS] = {};
+    for (long k = 0; k < depth; k++, one += PANEL, other += PANEL)
+#pragma GCC unroll 3
+        for (int j = 0; j < COLS; j++) {
+            UV a, b;
+            memcpy(&a, one + j * LANES, sizeof a);
+            memcpy(&b, other + j * LANES, sizeof b);
+            s[0][j] = N(mac)(s[0][j], x[k], a);
+            s[1][j] = N(mac)(s[1][j], x[k], b);
+        }
+    memcpy(sums, s[0], sizeof s[0]);
+    memcpy(seconds, s[1], sizeof s[1]);
+}
+
+/* A decode of one request: an item of `linear_item`, or two of them side by side. */
+static void N(one_row_item)(const N(Linear) *job, int first, int stop, float *sums, float *seconds) {
+    long depth = job->inner / PER;
+    const U *x = (const U *)job->x, *weight = (const U *)job->weight;
+    for (int at = first; at < job->outputs && at < stop; at += PANEL) {
+        const U *panel = weight + (long)at * depth;
+        if (job->second) {
+            N(two_panels)(x, panel, (const U *)job->second + (long)at * depth, depth, sums, seconds);
+            N(finish_panel)(job, 0, 1, at, sums, seconds);
+        } else if (at + PANEL < job->outputs && at + PANEL < stop) {
+            N(two_panels)(x, panel, panel + PANEL * depth, depth, sums, seconds);
+            N(finish_panel)(job, 0, 1, at, sums, sums);
+            at += PANEL;
+            N(finish_panel)(job, 0, 1, at, seconds, seconds);
+        } else {
+            N(few_rows)(job, 0, 1, panel, sums);
+            N(finish_panel)(job, 0, 1, at, sums, sums);
+        }
+    }
+}
+#endif
+
 /* The same of many rows, part by part of the depth: a part of the panel stays in the L1 cache. */
 static void N(many_rows)(const N(Linear) *job, int row, int rows, const void *panel, float *sums, float *wide) {
     long depth = job->inner / PER;
@@ -153,6 +193,12 @@ static void N(linear_item)(void *context, int item, int thread) {
     int rows = job->rows - row < CHUNK_ROWS ? job->rows - row : CHUNK_ROWS;
     float *sums = (float *)scratch_of(job->engine, thread), *seconds = sums + CHUNK_ROWS * PANEL;
     float *wide = seconds + CHUNK_ROWS * PANEL;
+#ifndef IS_WIDENED
+    if (job->rows == 1) {
+        N(one_row_item)(job, item * job->wide, (item + 1) * job->wide, sums, seconds);
+        return;
+    }
+#endif
     for (int at = first; at < job->outputs && at < first + WIDE; at += PANEL) {
         for (int which = 0; which < (job->second ? 2 : 1); which++) {
             const W *panel = (const W *)(which ? job->second : job->weight) + (long)at * job->inner;
@@ -167,7 +213,12 @@ static void N(linear_item)(void *context, int item, int thread) {
 static void N(linear)(Engine *engine, N(Linear) job) {
     job.engine = engine;
     job.chunks = (job.rows + CHUNK_ROWS - 1) / CHUNK_ROWS;
-    pool_run(engine->pool, N(linear_item), &job, (job.outputs + WIDE - 1) / WIDE * job.chunks);
+#ifdef IS_WIDENED
+    job.wide = WIDE;
+#else
+    job.wide = job.rows == 1 && !job.second ? 2 * WIDE : WIDE;
+#endif
+    pool_run(engine->pool, N(linear_item), &job, (job.outputs + job.wide - 1) / job.wide * job.chunks);
 }
 
 /* ---- rows: norms, rotation, writing pages ---- */
