@@ -5,6 +5,7 @@
     <cache>/models/<stem>-<hash>.lock       flock of the converter at work; others wait for it
     <cache>/models/<stem>-<hash>.tmp-<pid>  half-made; removed by the next holder of the lock
 
+The conversion runs in a process of its own (`gguf_apart`).
 Weights are dequantised to float32 exactly as the file says. llama.cpp stores the query and key rows of Llama models (Mistral is one
 there) permuted for its own rotary layout; they are put back. Qwen's are stored as they are.
 """
@@ -30,6 +31,7 @@ from forebay.cache import NoCache, cache_directory
 from forebay.models.config import parse_config
 from forebay.models.content_hash import Content, FileMark, bytes_hash, check_unchanged, content_hash
 from forebay.models.errors import ModelError
+from forebay.models.gguf_apart import write_directory_apart
 from forebay.models.gguf_parts import check_part, gguf_parts
 from forebay.models.gguf_tokenizer import build_tokenizer, end_ids
 from forebay.models.tensors import check_tensors
@@ -147,7 +149,7 @@ def _build(file: Path, target: Path, marks: Sequence[tuple[Path, FileMark]]) -> 
     work = target.parent / f"{target.name}.tmp-{os.getpid()}"
     work.mkdir()
     try:
-        _write_directory(file, work)
+        write_directory_apart(file, work)
         for part, mark in marks:
             check_unchanged(part, mark)
         for path in (*work.iterdir(), work):
@@ -166,7 +168,8 @@ def _sync(path: Path) -> None:
         os.close(handle)
 
 
-def _write_directory(file: Path, into: Path) -> None:
+def write_directory(file: Path, into: Path) -> None:
+    """What `gguf_process` runs. Raises ModelError."""
     metadata, sources = _read(file)
     tokenizer, settings = build_tokenizer(metadata, str(file))
     factors = _rope_factors(sources, file)

@@ -10,6 +10,7 @@ import shutil
 import unicodedata
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from safetensors import safe_open
@@ -145,6 +146,14 @@ def test_what_is_no_model(tmp_path):
 
 
 # A tiny GGUF of our own, so that crashes and races cost milliseconds.
+
+
+@pytest.fixture(autouse=True)
+def converted_here(request, monkeypatch):
+    """Without a process for each of many small files, whose start takes longer than all the rest.
+    Those that are about the process are marked ``apart``."""
+    if "apart" not in request.keywords:
+        monkeypatch.setattr(converter, "write_directory_apart", converter.write_directory)
 
 
 @pytest.fixture
@@ -360,14 +369,14 @@ def test_changed_file_is_converted_anew(tiny):
 
 
 def test_crash_leaves_nothing_believed_and_is_cleaned_up(tiny, monkeypatch):
-    """The converter is killed after config and tokenizer are written, before the weights are whole."""
+    """The converter is killed before the weights are whole."""
 
-    def die(path, sources):
-        path.write_bytes(b"half")
+    def die(file, into):
+        (into / "model.safetensors").write_bytes(b"half")
         os._exit(9)
 
     with monkeypatch.context() as patch:
-        patch.setattr(converter, "_write_safetensors", die)
+        patch.setattr(converter, "write_directory_apart", die)
         child = multiprocessing.get_context("fork").Process(target=convert_gguf, args=(tiny,))
         child.start()
         child.join(30)
@@ -495,6 +504,63 @@ def test_refused(tmp_path, monkeypatch, changes, message):
     monkeypatch.setenv("FOREBAY_CACHE_DIR", str(tmp_path / "cache"))
     with pytest.raises(ModelError, match=message):
         convert_gguf(write_tiny(tmp_path / "x.gguf", **changes))
+
+
+CUT = """
+import os, sys
+if "forebay.models.gguf_process" in sys.orig_argv:
+    import gguf
+    opened = gguf.GGUFReader.__init__
+    def cut_afterwards(self, path, *more):
+        opened(self, path, *more)
+        {what}
+    gguf.GGUFReader.__init__ = cut_afterwards
+"""
+
+
+@pytest.mark.apart
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("os.truncate(path, 4096)", "was cut short while it was read"),
+        ("os.kill(os.getpid(), 9)", "its conversion ended with SIGKILL"),
+        ("raise OSError(28, 'No space left')", "damaged or truncated"),
+        ("sys.exit(7)", "its conversion ended with status 7"),
+    ],
+)
+def test_a_file_that_is_cut_while_it_is_converted_ends_another_process(
+    tiny, tmp_path, monkeypatch, what, message
+):
+    (tmp_path / "sitecustomize.py").write_text(CUT.format(what=what))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with pytest.raises(ModelError, match=rf"tiny\.gguf: {message}") as error:
+        convert_gguf(tiny)
+    assert "\n" not in str(error.value)
+    assert [path.suffix for path in (tmp_path / "cache" / "models").iterdir()] == [".lock"]
+
+
+@pytest.mark.apart
+def test_a_converter_that_dies_takes_its_process_along(tiny, tmp_path, monkeypatch):
+    stand_still = (
+        "open(os.environ['SAYS'], 'w').write(str(os.getpid())); __import__('signal').pause()"
+    )
+    (tmp_path / "sitecustomize.py").write_text(CUT.format(what=stand_still))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("SAYS", str(tmp_path / "says"))
+    os.mkfifo(tmp_path / "says")
+    child = multiprocessing.get_context("fork").Process(target=convert_gguf, args=(tiny,))
+    child.start()
+    process = psutil.Process(int((tmp_path / "says").read_bytes()))
+    child.kill()
+    child.join(30)
+    process.wait(30)
+
+
+@pytest.mark.apart
+def test_what_the_process_says_is_the_error(tiny):
+    tiny.write_bytes(tiny.read_bytes()[:3000])
+    with pytest.raises(ModelError, match=r"tiny\.gguf: damaged or truncated"):
+        convert_gguf(tiny)
 
 
 @pytest.mark.parametrize("keep", [0, 3, 10, 300, 3000, -2000])
