@@ -86,9 +86,9 @@ def test_both_routes_are_measured_judged_and_reported(model: Path, tmp_path: Pat
     assert report.read_text().startswith("<!doctype html>")
     assert not list((tmp_path / "cache" / "scratch").glob("ttft-*"))
     again = start(model, tmp_path / "cache", *more, "--resume")
-    assert json.loads(again.communicate(timeout=DEADLINE_S)[0]) == result, (
-        "all rounds were done: nothing is measured again"
-    )
+    out, err = again.communicate(timeout=DEADLINE_S)
+    assert again.returncode == 0, err
+    assert json.loads(out) == result, "all rounds were done: nothing is measured again"
     other = start(model, tmp_path / "cache", *more, "--resume", "--concurrency", "3")
     assert "measured with concurrency = 2, not 3" in other.communicate(timeout=DEADLINE_S)[1]
     assert other.returncode == 2

@@ -58,9 +58,10 @@ def make_gguf(path: Path) -> Path:
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("smollm")
-    writer.add_token_list([chr(0x100 + code) for code in range(VOCAB_SIZE)])
+    letters = [chr(0x100 + code) for code in range(VOCAB_SIZE - 1)]
+    writer.add_token_list([*letters, letters[0] + letters[1]])
     writer.add_token_types([1] * VOCAB_SIZE)
-    writer.add_token_merges([])
+    writer.add_token_merges([f"{letters[0]} {letters[1]}"])
     writer.add_eos_token_id(0)
     for name, shape in _gguf_shapes(config):
         value = torch.ones(shape) if len(shape) == 1 else torch.zeros(shape)

@@ -42,6 +42,7 @@ from forebay.models.resolve import resolve_model
 from forebay.models.shard import check_tp, shards, split_layers
 from forebay.runtime.compute_dtype import compute_dtype
 from forebay.settings import KvDType, Settings
+from forebay.store.address import shown
 
 WARM_REQUESTS = 4
 CAPACITY_REQUESTS = 8  # for each request that keeps the stages busy
@@ -95,8 +96,10 @@ def describe(experiment: Experiment, model: str, dtype: str) -> dict[str, Any]:
     """The document's ``config``."""
     settings: dict[str, Any] = msgspec.to_builtins(experiment.settings, enc_hook=str)
     for name in (
+        "admin_key",
         "api_key",
         "dtype",
+        "given",
         "host",
         "port",
         "served_model_name",
@@ -104,6 +107,7 @@ def describe(experiment: Experiment, model: str, dtype: str) -> dict[str, Any]:
         "timeline",
     ):
         settings.pop(name)
+    settings["store"] = shown(settings["store"])
     return {
         "model": model,
         "dtype": dtype,
