@@ -56,11 +56,7 @@ def read_rope(raw: Mapping[str, Any], max_positions: int, where: str) -> Rope:
     parameters = _parameters(raw)
     theta = parameters.get("rope_theta")
     theta = raw.get("rope_theta") if theta is None else theta
-    theta = 10000.0 if theta is None else theta
-    if not isinstance(theta, int | float) or isinstance(theta, bool) or theta <= 0:
-        raise ModelError(
-            f"{where}: rope_theta is {theta!r}; it must be a number above 0; check the file"
-        )
+    theta = ConfigReader({"rope_theta": theta}, where).number("rope_theta", 10000.0)
     if (parameters.get("partial_rotary_factor") or 1.0) != 1.0:
         raise ModelError(
             f"{where}: partial_rotary_factor other than 1.0 is not supported; use another model"
@@ -76,9 +72,13 @@ def read_rope(raw: Mapping[str, Any], max_positions: int, where: str) -> Rope:
         # Dynamic scaling changes nothing up to the length that the model was made for. Beyond it
         # keys would depend on the length of the whole text, and no page could be used again.
         plain = RopeScaling("default", 1.0, frequency_factors=factors) if factors else None
-        return Rope(float(theta), plain, max_positions)
+        return Rope(theta, plain, max_positions)
+    if kind == "yarn" and theta <= 1:
+        raise ModelError(
+            f"{where}: rope_theta is {theta!r}; rope scaling yarn needs one above 1; check the file"
+        )
     scaling = _scaling(kind, parameters, factors, max_positions, raw, where)
-    return Rope(float(theta), scaling, _reach(scaling, max_positions))
+    return Rope(theta, scaling, _reach(scaling, max_positions))
 
 
 def _parameters(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -115,18 +115,25 @@ def _scaling(
     for key in _NEEDED.get(kind, ()):
         if parameters.get(key) is None:
             raise ModelError(f"{where}: rope scaling {kind} needs {key}; check the file")
-    attention_factor = parameters.get("attention_factor")
+    low, high = read.number("low_freq_factor", 1.0), read.number("high_freq_factor", 4.0)
+    if kind == "llama3" and low >= high:
+        raise ModelError(
+            f"{where}: low_freq_factor is {low} and high_freq_factor is {high}; the low one must "
+            "be below the high one; check the file"
+        )
     return RopeScaling(
         kind=kind,
         factor=read.number("factor", max_positions / original),
         original_max_context=original,
-        low_freq_factor=read.number("low_freq_factor", 1.0),
-        high_freq_factor=read.number("high_freq_factor", 4.0),
-        attention_factor=None if attention_factor is None else float(attention_factor),
+        low_freq_factor=low,
+        high_freq_factor=high,
+        attention_factor=None
+        if parameters.get("attention_factor") is None
+        else read.number("attention_factor", 1.0),
         beta_fast=read.number("beta_fast", 32.0),
         beta_slow=read.number("beta_slow", 1.0),
-        mscale=float(parameters.get("mscale") or 0.0),
-        mscale_all_dim=float(parameters.get("mscale_all_dim") or 0.0),
+        mscale=read.weight("mscale"),
+        mscale_all_dim=read.weight("mscale_all_dim"),
         truncate=read.flag("truncate", True),
         frequency_factors=factors,
     )

@@ -167,6 +167,52 @@ def test_refused(read, changes, message):
     assert "\n" not in str(caught.value)
 
 
+_NO_NUMBERS = [float("inf"), float("nan"), 10**400, 1e300, -1, 0, True, "x"]
+
+
+@pytest.mark.parametrize("value", _NO_NUMBERS)
+@pytest.mark.parametrize("key", ["rms_norm_eps", "rope_theta"])
+def test_what_is_no_finite_number_is_refused(read, key, value):
+    with pytest.raises(
+        ModelError, match=rf"{key} is .*; it must be a number above 0 and at most 1e\+38"
+    ):
+        read(**{key: value})
+
+
+@pytest.mark.parametrize("value", _NO_NUMBERS)
+@pytest.mark.parametrize("key", ["factor", "attention_factor", "beta_fast", "beta_slow"])
+def test_what_is_no_finite_number_is_refused_of_yarn(read, key, value):
+    scaling = {"type": "yarn", "factor": 2.0, key: value}
+    with pytest.raises(
+        ModelError, match=rf"{key} is .*; it must be a number above 0 and at most 1e\+38"
+    ):
+        read(rope_scaling=scaling)
+
+
+@pytest.mark.parametrize("key", ["mscale", "mscale_all_dim"])
+def test_the_weights_of_yarn_may_be_zero(read, key):
+    read(rope_scaling={"type": "yarn", "factor": 2.0, key: 0})
+    for value in (-1, float("nan"), "x"):
+        with pytest.raises(
+            ModelError, match=rf"{key} is .*; it must be a number above 0 and at most 1e\+38"
+        ):
+            read(rope_scaling={"type": "yarn", "factor": 2.0, key: value})
+
+
+def test_a_base_that_yarn_cannot_take_the_logarithm_of_is_refused(read):
+    with pytest.raises(
+        ModelError, match=r"rope_theta is 1\.0; rope scaling yarn needs one above 1"
+    ):
+        read(rope_theta=1, rope_scaling={"type": "yarn", "factor": 2.0})
+
+
+@pytest.mark.parametrize("low", [4.0, 5.0])
+def test_llama3_bounds_in_the_wrong_order_are_refused(read, low):
+    scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": low}
+    with pytest.raises(ModelError, match=r"low_freq_factor is .* and high_freq_factor is 4\.0"):
+        read(rope_scaling={**scaling, "high_freq_factor": 4.0})
+
+
 def test_windows_that_never_bite_are_accepted(read):
     read(
         architectures=["Qwen2ForCausalLM"],
