@@ -148,6 +148,13 @@ def parse_config(raw: Mapping[str, Any], generation: Mapping[str, Any], where: s
             f"{where}: {heads} heads cannot share {kv_heads} key/value heads; check the file"
         )
     attention_bias = read.flag("attention_bias", False)
+    vocab_size = read.size("vocab_size")
+    eos_ids = _token_ids("eos_token_id", generation, raw, where)
+    if eos_ids and max(eos_ids) >= vocab_size:
+        raise ModelError(
+            f"{where}: eos_token_id is {max(eos_ids)} and the vocabulary has {vocab_size} tokens; "
+            "no text would end; check config.json and generation_config.json"
+        )
     return ModelConfig(
         architecture=name,
         layers=read.size("num_hidden_layers"),
@@ -156,7 +163,7 @@ def parse_config(raw: Mapping[str, Any], generation: Mapping[str, Any], where: s
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
-        vocab_size=read.size("vocab_size"),
+        vocab_size=vocab_size,
         max_context=max_context,
         norm_eps=read.number("rms_norm_eps", 1e-6),
         rope_theta=rope.theta,
@@ -169,7 +176,7 @@ def parse_config(raw: Mapping[str, Any], generation: Mapping[str, Any], where: s
         else architecture.mlp_bias,
         qk_norm=architecture.qk_norm,
         dtype=_dtype(raw, where),
-        eos_ids=_token_ids("eos_token_id", generation, raw, where),
+        eos_ids=eos_ids,
         bos_id=next(iter(_token_ids("bos_token_id", generation, raw, where)), None),
     )
 

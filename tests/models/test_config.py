@@ -113,6 +113,13 @@ def test_end_tokens_as_int_list_and_from_the_generation_config(read):
     assert read(eos_token_id=7, generation={"eos_token_id": [9, 7]}).eos_ids == (9, 7)
 
 
+def test_an_end_token_outside_the_vocabulary_is_refused(read):
+    assert read(eos_token_id=99).eos_ids == (99,)
+    for said in ({"eos_token_id": [7, 100]}, {"generation": {"eos_token_id": 100}}):
+        with pytest.raises(ModelError, match="eos_token_id is 100 and the vocabulary has 100 tok"):
+            read(**said)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
