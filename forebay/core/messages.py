@@ -89,6 +89,7 @@ class FinishReason(StrEnum):
     LENGTH = "length"
     ABORT = "abort"
     ERROR = "error"  # after the retry bound: the grid could not be kept alive
+    TAINTED = "tainted"  # its numbers came to NaN or infinity, as they would again
     REJECTED_FULL = "rejected_full"  # the waiting queue is full: try later
     REJECTED_TOO_LONG = "rejected_too_long"  # can never fit
     GRAMMAR = (

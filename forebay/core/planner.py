@@ -56,7 +56,7 @@ MAX_FAULTS_ALONE = 2
 MAX_LOSSES = 4
 TAINTED = (
     "the model's numbers came to NaN or infinity on this request; nothing of it is kept; "
-    "--dtype float32 has the widest range"
+    "start with --dtype float32 and --kv-dtype auto, which have the widest range"
 )
 
 
@@ -357,7 +357,7 @@ class Planner:
             tree.bury([node for node in nodes if node and node.plan >= record.number])
             if request.request_id in replica.requests:
                 self.counters.tainted_requests += 1
-                self._finish(request, FinishReason.ERROR, TAINTED)
+                self._finish(request, FinishReason.TAINTED, TAINTED)
         for request in tuple(replica.running):
             if any(node.tainted for node in request.nodes):
                 replica.retract(request)

@@ -73,6 +73,8 @@ def as_api_error(error: RequestError | EngineDown | GenerationError) -> ApiError
             return ApiError(400, str(error), "prompt", "context_length_exceeded")
         case GenerationError(reason=FinishReason.GRAMMAR):
             return ApiError(400, str(error), "response_format", "grammar_failed")
+        case GenerationError(reason=FinishReason.TAINTED):  # trying again brings the same
+            return ApiError(500, str(error), code="numbers_not_finite")
         case GenerationError(reason=FinishReason.REJECTED_FULL):
             return ApiError(
                 429, str(error), code="queue_full", headers={"Retry-After": RETRY_AFTER_S}

@@ -6,7 +6,7 @@ from forebay.core.messages import FinishReason, Output, Plan, PlanDone, Submit
 from forebay.core.planner import MAX_FAULTS_ALONE, MAX_LOSSES
 from forebay.core.tree import PrefixTree
 
-ENDED_EARLY = frozenset({FinishReason.ABORT, FinishReason.ERROR})
+ENDED_EARLY = frozenset({FinishReason.ABORT, FinishReason.ERROR, FinishReason.TAINTED})
 REJECTED = frozenset({FinishReason.REJECTED_FULL, FinishReason.REJECTED_TOO_LONG})
 
 
@@ -145,8 +145,10 @@ class ClientChecker:
                 assert got == wanted[: len(got)] and len(got) < len(wanted), (
                     f"{request_id} ended early with wrong tokens"
                 )
-                may_fail = reason is FinishReason.ERROR and (
-                    failed or self._blamed[request_id] or request_id in self._tainted
+                may_fail = (
+                    request_id in self._tainted
+                    if reason is FinishReason.TAINTED
+                    else reason is FinishReason.ERROR and (failed or self._blamed[request_id])
                 )
                 assert may_fail or request_id in self._aborted, (
                     f"{request_id} ended with {reason} for no reason"

@@ -11,7 +11,12 @@ from forebay.core.messages import FinishReason, Output, Plan
 from forebay.sim.stages import Acknowledgement, Pass
 
 REJECTED = frozenset(
-    {FinishReason.REJECTED_FULL, FinishReason.REJECTED_TOO_LONG, FinishReason.ERROR}
+    {
+        FinishReason.REJECTED_FULL,
+        FinishReason.REJECTED_TOO_LONG,
+        FinishReason.ERROR,
+        FinishReason.TAINTED,
+    }
 )
 
 

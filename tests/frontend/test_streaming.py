@@ -8,6 +8,7 @@ import openai
 import pytest
 
 from forebay.core.messages import FinishReason, Usage
+from forebay.core.planner import TAINTED
 from tests.frontend.fake_planner import DEADLINE_S
 from tests.frontend.served import MODEL, Server, says
 
@@ -97,6 +98,16 @@ def test_an_error_after_the_first_byte_is_an_event_of_the_stream(server: Server)
         json.loads(body.strip().splitlines()[-1].removeprefix("data: "))["error"]["code"]
         == "engine_unavailable"
     )
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_numbers_that_are_none_invite_no_retry(server: Server, stream: bool) -> None:
+    server.planner.refuse = (FinishReason.TAINTED, TAINTED)
+    answer = server.post("/v1/completions", prompt="x", stream=stream)
+    assert answer.status_code == 500 and "retry-after" not in answer.headers
+    error = answer.json()["error"]
+    assert (error["type"], error["code"]) == ("server_error", "numbers_not_finite")
+    assert "--dtype float32 and --kv-dtype auto" in error["message"]
 
 
 def test_a_refusal_before_the_first_byte_keeps_its_status(server: Server) -> None:
