@@ -172,6 +172,7 @@ def write_directory(file: Path, into: Path) -> None:
     """What `gguf_process` runs. Raises ModelError."""
     metadata, sources = _read(file)
     tokenizer, settings = build_tokenizer(metadata, str(file))
+    _refuse_twice(sources, file)
     factors = _rope_factors(sources, file)
     sources = [source for source in sources if not source.name.startswith(ROPE_FACTORS)]
     config = _config(metadata, sources, factors, file)
@@ -277,7 +278,12 @@ def _source(tensor: Any, permuted: Mapping[str, int], file: Path) -> _Source:
         return _Source(
             f"{_NAMES[base]}.{suffix}", tensor.name, shape, tensor.data, tensor.tensor_type, 0
         )
-    if len(block) == 3 and block[0] == "blk" and block[2] in _LAYER_NAMES:
+    if (
+        len(block) == 3
+        and block[0] == "blk"
+        and re.fullmatch("[0-9]{1,9}", block[1])
+        and block[2] in _LAYER_NAMES
+    ):
         name = f"model.layers.{int(block[1])}.{_LAYER_NAMES[block[2]]}.{suffix}"
         return _Source(
             name, tensor.name, shape, tensor.data, tensor.tensor_type, permuted.get(block[2], 0)
@@ -285,6 +291,18 @@ def _source(tensor: Any, permuted: Mapping[str, int], file: Path) -> _Source:
     raise ModelError(
         f"{file}: tensor {tensor.name} is no part of a plain Llama or Qwen model; use its Hugging Face directory, or another model"
     )
+
+
+def _refuse_twice(sources: Sequence[_Source], file: Path) -> None:
+    """Two spellings of one layer's number name the same tensor, and one would be lost."""
+    seen: dict[str, str] = {}
+    for source in sources:
+        if source.name in seen:
+            raise ModelError(
+                f"{file}: tensors {seen[source.name]} and {source.known_as} are the same one; "
+                "fetch it again or use another file"
+            )
+        seen[source.name] = source.known_as
 
 
 def _rope_factors(sources: list[_Source], file: Path) -> list[float] | None:
@@ -333,8 +351,8 @@ def _config(
         "num_attention_heads": heads,
         "num_hidden_layers": read.size("block_count"),
         "num_key_value_heads": read.size("attention.head_count_kv", heads),
-        "rms_norm_eps": float(read.value("attention.layer_norm_rms_epsilon")),
-        "rope_theta": float(read.value("rope.freq_base", 10000.0)),
+        "rms_norm_eps": read.number("attention.layer_norm_rms_epsilon"),
+        "rope_theta": read.number("rope.freq_base", 10000.0),
         "tie_word_embeddings": "lm_head.weight" not in names,
         "vocab_size": names["model.embed_tokens.weight"].shape[0],
     } | ({"rope_scaling": scaling} if scaling else {})
@@ -368,6 +386,20 @@ class _Metadata:
             )
         return found
 
+    def number(self, key: str, default: float | None = None) -> float:
+        """A finite one that is not negative; `parse_config` knows what more each must be."""
+        found = self.value(key, default)
+        if (
+            not isinstance(found, int | float)
+            or isinstance(found, bool)
+            or not 0 <= found < math.inf
+        ):
+            raise ModelError(
+                f"{self.file}: {self.family}.{key} is {found!r}; it must be a finite number, 0 or "
+                "above; use another file"
+            )
+        return float(found)
+
 
 def _head_dim(read: _Metadata, default: int) -> int:
     """Size of a head; a file may also say it of values and of what is rotated, which must be the same."""
@@ -390,7 +422,7 @@ def _refuse_window(read: _Metadata, context: int) -> None:
 
 def _rope_scaling(read: _Metadata, factors: list[float] | None) -> dict[str, Any] | None:
     """As config.json says it. A file with a factor and no type is linear, as llama.cpp reads it."""
-    factor = float(read.value("rope.scaling.factor", read.value("rope.scale_linear", 0.0)))
+    factor = read.number("rope.scaling.factor", read.number("rope.scale_linear", 0.0))
     kind = read.value("rope.scaling.type", "linear" if factor not in (0.0, 1.0) else "none")
     if kind not in ("none", "linear", "yarn"):
         raise ModelError(
@@ -403,14 +435,14 @@ def _rope_scaling(read: _Metadata, factors: list[float] | None) -> dict[str, Any
         scaling["factor"] = factor or 1.0
     if kind == "yarn":
         original = read.size("rope.scaling.original_context_length", read.size("context_length"))
-        attention = float(
-            read.value("rope.scaling.attn_factor", read.value("rope.scaling.yarn_attn_factor", 1.0))
+        attention = read.number(
+            "rope.scaling.attn_factor", read.number("rope.scaling.yarn_attn_factor", 1.0)
         )
         scaling |= {
             "original_max_position_embeddings": original,
             "attention_factor": attention * (0.1 * math.log(max(factor, 1.0)) + 1.0),
-            "beta_fast": float(read.value("rope.scaling.yarn_beta_fast", 32.0)),
-            "beta_slow": float(read.value("rope.scaling.yarn_beta_slow", 1.0)),
+            "beta_fast": read.number("rope.scaling.yarn_beta_fast", 32.0),
+            "beta_slow": read.number("rope.scaling.yarn_beta_slow", 1.0),
         }
     if factors is not None:
         scaling["frequency_factors"] = factors

@@ -59,7 +59,7 @@ class _Vocabulary:
                 f"{self.where}: its vocabulary has no merges; fetch it again or use another file"
             )
         for merge in self.value("merges", []):
-            at = merge.find(" ", 1)
+            at = merge.find(" ", 1) if isinstance(merge, str) else -1
             if at < 0:
                 raise ModelError(
                     f"{self.where}: its vocabulary and merges do not fit together (the merge "

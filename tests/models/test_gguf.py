@@ -19,7 +19,7 @@ from forebay.cache import cache_directory
 from forebay.models import gguf as converter
 from forebay.models.config import load_config
 from forebay.models.errors import ModelError
-from forebay.models.gguf import convert_gguf
+from forebay.models.gguf import convert_gguf, write_directory
 from forebay.models.resolve import demo_file, resolve_model
 from forebay.models.rope import inverse_frequencies
 from forebay.models.tokenizer import Tokenizer
@@ -490,6 +490,34 @@ def test_options_that_change_the_arithmetic_are_refused(tmp_path, monkeypatch, k
     monkeypatch.setenv("FOREBAY_CACHE_DIR", str(tmp_path / "cache"))
     with pytest.raises(ModelError, match=message):
         convert_gguf(write_tiny(tmp_path / "x.gguf", options={f"llama.{key}": value}))
+
+
+@pytest.mark.parametrize("value", ["x", float("nan"), float("inf"), -2.0])
+@pytest.mark.parametrize(
+    "key", ["rope.freq_base", "rope.scaling.factor", "rope.scaling.attn_factor"]
+)
+def test_metadata_that_is_no_number_is_refused(tmp_path, key, value):
+    options = {"llama.rope.scaling.type": "yarn", f"llama.{key}": value}
+    file = write_tiny(tmp_path / "x.gguf", options=options)
+    with pytest.raises(
+        ModelError, match=rf"llama\.{key} is .*; it must be a finite number"
+    ) as said:
+        write_directory(file, tmp_path)
+    assert "\n" not in str(said.value)
+
+
+@pytest.mark.parametrize("block", ["abc", "-1", "²"])
+def test_a_layer_whose_number_is_none_is_refused(tmp_path, block):
+    file = write_tiny(tmp_path / "x.gguf", extra=[(f"blk.{block}.attn_q", (64, 64))])
+    with pytest.raises(ModelError, match="is no part of a plain Llama or Qwen model"):
+        write_directory(file, tmp_path)
+
+
+def test_a_tensor_under_two_spellings_is_refused(tmp_path):
+    file = write_tiny(tmp_path / "x.gguf", extra=[("blk.00.attn_q", (64, 64))])
+    message = r"tensors blk\.0\.attn_q\.weight and blk\.00\.attn_q\.weight are the same one"
+    with pytest.raises(ModelError, match=message):
+        write_directory(file, tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -276,6 +276,7 @@ def test_chat_templates():
         ({"pre": "klingon"}, "pre-tokenizer 'klingon' is not supported; allowed: .*command-r"),
         ({"eos_token_id": 10**6}, "eos_token_id is 1000000 and the vocabulary has"),
         ({"merges": ["ab"]}, "is no pair"),
+        ({"merges": [1, 2]}, "the merge 1 is no pair"),
         ({"merges": None}, "its vocabulary has no merges"),
         ({"merges": ["zz qq"]}, "vocabulary and merges do not fit"),
         ({"token_type": [1]}, "the kinds of 1"),
