@@ -31,10 +31,9 @@ class KvFormat:
         return self.largest > 0
 
     @property
-    def bound(self) -> float | None:
-        """A larger number would be kept as infinity; None: no number that a model computes."""
-        is_narrow = self.storage == torch.float16
-        return torch.finfo(self.storage).max if is_narrow else None
+    def bound(self) -> float:
+        """The largest size of a number that pages of this format can be made of."""
+        return torch.finfo(torch.float16 if self.name == "float16" else torch.bfloat16).max
 
     @property
     def scale_bytes(self) -> int:

@@ -144,9 +144,8 @@ class TorchLayers:
             q, k, v = self._project(layer, hidden, rope)
             if on_layer is not None:
                 on_layer(index)
-            if kv.form.bound is not None:
-                fits = torch.stack((k, v)).abs().amax(dim=(0, 2, 3)) <= kv.form.bound
-                batch.finite.logical_and_(fits)
+            fits = torch.stack((k, v)).abs().amax(dim=(0, 2, 3)) <= kv.form.bound
+            batch.finite.logical_and_(fits)
             attended = attend(plan, q, k, v, *kv.sides(index))
             hidden = self._join(layer.o, attended, hidden, tp_group)
             normed = rms_norm(hidden, layer.mlp_norm, self._config.norm_eps)
