@@ -35,9 +35,12 @@ _THREADS_MAX = 4  # more would take cores from the ranks, which load meanwhile
 # fmt: off
 _LOCAL = frozenset((
     "bcachefs", "btrfs", "erofs", "exfat", "ext2", "ext3", "ext4", "f2fs", "iso9660", "jfs",
-    "msdos", "ntfs", "ntfs3", "overlay", "ramfs", "rootfs", "squashfs", "tmpfs", "vfat", "xfs", "zfs",
+    "msdos", "ntfs", "ntfs3", "overlay", "squashfs", "vfat", "xfs", "zfs",
 ))
 # fmt: on
+# Here a write through a shared map moves no time, so a mark says nothing of the content.
+_TIMELESS = frozenset(("ramfs", "rootfs", "tmpfs"))
+NEVER_NS = 1 << 62
 
 
 class FileMark(msgspec.Struct, frozen=True, array_like=True):
@@ -187,6 +190,8 @@ def _settled_after_ns(device: int) -> int:
     kinds = [
         line.partition(" - ")[2].split()[0] for line in lines if line.split()[2] == number
     ]  # of a device that is not listed (a subvolume) the file system is a local one
+    if any(kind in _TIMELESS for kind in kinds):
+        return NEVER_NS
     return SETTLED_NS if all(kind in _LOCAL for kind in kinds) else SETTLED_SHARED_NS
 
 

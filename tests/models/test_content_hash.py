@@ -187,3 +187,9 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 
 def test_parts_are_framed() -> None:
     assert bytes_hash(b"ab", b"c") != bytes_hash(b"a", b"bc")
+
+
+def test_where_a_map_writes_without_a_time_nothing_is_remembered() -> None:
+    """A shared map's writes on tmpfs leave both times as they were."""
+    device = Path("/dev/shm").stat().st_dev
+    assert module._settled_after_ns(device) == module.NEVER_NS
