@@ -13,6 +13,7 @@ import pytest
 
 from tests.frontend.tiny_text import write_random_weights, write_text_model
 from tests.pace import paced
+from tests.unhurried import unhurried
 from tests.warm_cache import warm_cache
 
 DEADLINE_S = paced(120.0)
@@ -48,7 +49,8 @@ def start(model: Path, cache: Path, *more: str) -> "subprocess.Popen[str]":
         "embedded",
         *more,
     ]
-    environment = os.environ | {"FOREBAY_CACHE_DIR": str(warm_cache(cache))}
+    own = {"FOREBAY_CACHE_DIR": str(warm_cache(cache))}
+    environment = os.environ | unhurried() | own
     return subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
